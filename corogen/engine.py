@@ -1,0 +1,477 @@
+"""The engine: everything from an admitted request to its last token, on one event loop, in coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from corogen.config import EngineConfig, check_config
+from corogen.errors import ConfigError, CorogenError, EngineClosed, InvalidRequest, QueueFullError
+from corogen.outputs import EngineStats, Response, StepRecord
+from corogen.params import GenerationConfig, ModelFacts
+from corogen.schedule import BlockPool, Scheduler
+from corogen.stream import Outgoing, Outlet, ResponseStream
+from corogen.wire.messages import StartPhase, WorkerReady, WorkerSpec
+from corogen.workers.cpus import usable_cpus
+
+if TYPE_CHECKING:
+    from corogen.admission import Admission, Request
+    from corogen.request import ActiveRequest, Sink
+    from corogen.step_loop import StepLoop
+    from corogen.text.tokenizer import Tokenizer
+    from corogen.workers.executor import Executor
+
+logger = logging.getLogger("corogen.engine")
+
+_TEXT_THREADS = 2
+
+
+class Engine:
+    """Serves one model on the event loop that starts it.
+
+    ::
+
+        async with Engine("path-or-hub-id", EngineConfig()) as engine:
+            answer = await engine.generate("Hakuna Matata")
+            async with engine.stream("Once upon a time") as pieces:
+                async for piece in pieces: ...
+
+    `generate`, `generate_batch` and `stream` belong to the engine's own loop. `prepare`, `submit`, `abort`, `stats`
+    and `step_log` may be called from any thread; adapters are built on them.
+
+    Args:
+        model: a folder, a hub id, a `.gguf` file, or a short name such as `demo`.
+        config: the settings; checked here, before anything is loaded.
+        executor: what computes; None: worker processes, or what `distributed_executor_backend` says.
+        tokenizer: only for an executor that needs no model.
+
+    Raises:
+        ConfigError: naming everything that is wrong with `config`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        config: EngineConfig | None = None,
+        *,
+        executor: Executor | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.config = EngineConfig() if config is None else config
+        check_config(self.config)
+        if model is None and executor is None:
+            raise ConfigError("no model was named: pass a folder, a .gguf file, a hub id, or 'demo'")
+        if model is not None and not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"the model must be a name or a path, not {model!r}")
+        self.model = None if model is None else os.fspath(model)
+        self._executor, self._tokenizer = executor, tokenizer
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._wake_posted = False
+        self._ids: set[str] = set()
+        self._refusal: CorogenError | None = EngineClosed("the engine is not started: use `async with` or `start()`")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._steps: StepLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._closed: asyncio.Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._admission: Admission | None = None
+        self._ready: WorkerReady | None = None
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, progress: Callable[[StartPhase], None] | None = None) -> None:
+        """Load the model and be ready for requests. `progress` hears of each start-up phase.
+
+        Raises:
+            ModelError: the model can not be found, read or served.
+            WorkerStartError: a worker failed; with its traceback.
+        """
+        if self._loop is not None:
+            raise EngineClosed("an engine starts once: make a new one")
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="corogen-text")
+        try:
+            await self._load(progress or _log_phase)
+        except BaseException:
+            await self._release()
+            raise
+        self._refusal = None
+
+    async def _load(self, progress: Callable[[StartPhase], None]) -> None:
+        path = await self._resolve(progress)
+        executor = self._executor = self._executor or self._make_executor()
+        executor.on_failure = self._workers_failed
+        ready = self._ready = await executor.start(self._spec(path), progress)
+        for line in ready.warnings:
+            logger.warning("%s", line)
+        max_len = self._max_len(ready)
+        self._admission = await self.run_in_pool(self._make_admission, path, max_len, ready.vocab_size)
+        self._steps = self._make_steps(executor, ready)
+        self._task = asyncio.get_running_loop().create_task(self._run(self._steps))
+        logger.info("%s", self.describe())
+
+    async def _resolve(self, progress: Callable[[StartPhase], None]) -> Path | None:
+        if self.model is None:
+            return None
+        from corogen.model.source import resolve_model
+
+        loop = asyncio.get_running_loop()
+
+        def report(what: str, done: int, total: int) -> None:
+            loop.call_soon_threadsafe(progress, StartPhase(what, done, total))
+
+        config = self.config
+        resolve = functools.partial(
+            resolve_model, self.model, revision=config.revision, download_dir=config.download_dir, progress=report
+        )
+        return await self.run_in_pool(resolve)
+
+    def _make_executor(self) -> Executor:
+        if self.config.distributed_executor_backend == "uni":
+            from corogen.workers.executor import InlineExecutor
+
+            return InlineExecutor()
+        from corogen.workers.processes import ProcessExecutor
+
+        return ProcessExecutor(
+            start_timeout_s=self.config.start_timeout_s, step_timeout_s=self.config.step_timeout_s
+        )
+
+    def _spec(self, path: Path | None) -> WorkerSpec:
+        config = self.config
+        device = _device(config)
+        return WorkerSpec(
+            model_path=str(path or ""),
+            rank=0,
+            world_size=1,
+            sys_path=[os.path.abspath(p) for p in sys.path if p],
+            device=device,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            num_blocks=config.num_gpu_blocks or None,
+            cache_fraction=config.cache_max_entry_count,
+            max_slots=self._max_batch_size(device),
+            max_step_tokens=self._token_budget(device),
+            session_len=config.session_len,
+            num_threads=config.num_threads or usable_cpus(),
+            hf_overrides=config.hf_overrides or {},
+            eager_mode=config.eager_mode,
+        )
+
+    def _max_batch_size(self, device: str) -> int:
+        return self.config.max_batch_size or (64 if device == "cpu" else 256)
+
+    def _token_budget(self, device: str) -> int:
+        return self.config.max_prefill_token_num or (256 if device == "cpu" else 8192)
+
+    def _max_len(self, ready: WorkerReady) -> int:
+        wanted = self.config.session_len
+        if wanted is not None and wanted > ready.max_positions:
+            raise ConfigError(
+                f"session_len={wanted} is more than the {ready.max_positions} positions of the model: lower it, or "
+                "extend the model through hf_overrides"
+            )
+        return min(wanted or ready.max_positions, ready.num_blocks * self.config.block_size)
+
+    def _make_admission(self, path: Path | None, max_len: int, vocab_size: int) -> Admission:
+        from corogen.admission import Admission
+        from corogen.model.gguf import converted_folder
+
+        if path is None:
+            eos = frozenset(self._tokenizer.eos_ids) if self._tokenizer is not None else frozenset()
+            added = self._tokenizer.added_tokens if self._tokenizer is not None else {}
+            facts = ModelFacts(max_len, vocab_size, eos, added_tokens=added)
+            return Admission(self._tokenizer, None, facts)
+        folder = converted_folder(path) if path.suffix == ".gguf" else path
+        return Admission.from_folder(folder, self.config, max_len=max_len, vocab_size=vocab_size)
+
+    def _make_steps(self, executor: Executor, ready: WorkerReady) -> StepLoop:
+        from corogen.step_loop import StepLoop
+
+        config = self.config
+        scheduler = Scheduler(
+            BlockPool(ready.num_blocks),
+            block_size=config.block_size,
+            max_batch_size=self._max_batch_size(ready.device),
+            token_budget=self._token_budget(ready.device),
+            prefix_caching=config.enable_prefix_caching,
+        )
+        return StepLoop(scheduler, executor, depth=config.pp + 1, on_end=self._request_ended)
+
+    async def _run(self, steps: StepLoop) -> None:
+        """The step loop; if it ever fails, everybody learns of it at once."""
+        try:
+            await steps.run(self._drain_inbox)
+        except Exception as error:
+            logger.exception("the engine's loop failed")
+            failure = EngineClosed(f"the engine's loop failed: {error!r}")
+            failure.__cause__ = error
+            self._workers_failed(failure)
+
+    async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
+        """Close the engine. Requests that still run get EngineClosed, unless `drain` lets them finish first.
+
+        Idempotent; a second call waits for the first. `timeout_s` bounds the draining.
+        """
+        if self._loop is None:
+            return
+        if self._closed is not None:
+            await asyncio.shield(self._closed)
+            return
+        self._closed = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._refusal = EngineClosed("the engine is closed")
+        if drain:
+            await self._drained(timeout_s)
+        await self._release()
+        self._closed.set_result(None)
+
+    async def _drained(self, timeout_s: float | None) -> None:
+        self._idle.clear()
+        if self._ids:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    async def _release(self) -> None:
+        """Let go of everything, in an order that leaves no waiter without an answer."""
+        if self._steps is not None:
+            self._drain_inbox()
+            self._steps.fail_all(EngineClosed("the engine was closed before the answer was complete"))
+            self._steps.flush()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._executor is not None and self._ready is not None:
+            await self._executor.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # ------------------------------------------------------------------ requests, from any thread
+
+    def prepare(
+        self,
+        prompt: Any,
+        gen_config: GenerationConfig | None = None,
+        *,
+        do_preprocess: bool = True,
+        request_id: str | None = None,
+    ) -> Request:
+        """Check a prompt and its settings and turn both into a request.
+
+        Raises:
+            InvalidRequest: naming the value and the remedy.
+            EngineClosed: the engine is not running.
+        """
+        if self._refusal is not None:
+            raise self._refused()
+        return self.admission.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a prepared request; its output goes to `sink`. Never blocks.
+
+        Raises:
+            QueueFullError: `queue_size` requests are outstanding.
+            InvalidRequest: the request's id is in use.
+            EngineClosed: the engine is closed or closing.
+        """
+        from corogen.request import ActiveRequest
+
+        limit = self.config.queue_size
+        with self._lock:
+            if self._refusal is not None:
+                raise self._refused()
+            if limit and len(self._ids) >= limit:
+                raise QueueFullError(len(self._ids), limit)
+            if request.id in self._ids:
+                raise InvalidRequest(f"request id {request.id!r} is in use", param="request_id")
+            self._ids.add(request.id)
+        active = ActiveRequest(request, sink, self.admission.tokenizer)
+        self._post(self.steps.add, active)
+
+    def abort(self, request_id: str) -> None:
+        """End a request as aborted. Safe from any thread, at any time, more than once, and for unknown ids."""
+        if request_id in self._ids:
+            with contextlib.suppress(EngineClosed):
+                self._post(self.steps.abort, request_id)
+
+    def _post(self, function: Callable[[Any], None], argument: Any) -> None:
+        """Run `function(argument)` on the engine's loop, before the next plan."""
+        self._inbox.append((function, argument))
+        with self._lock:
+            if self._wake_posted:
+                return
+            self._wake_posted = True
+        if self._loop is None:
+            return
+        if threading.get_ident() == self._thread_id:
+            self.steps.wake()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self.steps.wake)
+        except RuntimeError:
+            raise EngineClosed("the engine's event loop is closed") from None
+
+    def _drain_inbox(self) -> None:
+        with self._lock:
+            self._wake_posted = False
+        while self._inbox:
+            function, argument = self._inbox.popleft()
+            function(argument)
+
+    def _request_ended(self, active: ActiveRequest) -> None:
+        with self._lock:
+            self._ids.discard(active.request.id)
+            empty = not self._ids
+        if empty:
+            self._idle.set()
+
+    def _workers_failed(self, error: CorogenError) -> None:
+        """No step will be answered any more."""
+        with self._lock:
+            self._refusal = self._refusal or error
+        if self._steps is not None:
+            self._drain_inbox()
+            self._steps.fail_all(error)
+            self._steps.flush()
+
+    def _refused(self) -> CorogenError:
+        """A fresh exception of the stored kind: one object must not collect the tracebacks of many threads."""
+        stored = self._refusal
+        if isinstance(stored, EngineClosed) or stored is None:
+            return EngineClosed(str(stored))
+        closed = EngineClosed(f"the engine has stopped: {stored}")
+        closed.__cause__ = stored
+        return closed
+
+    # ------------------------------------------------------------------ requests, on the engine's own loop
+
+    def stream(
+        self,
+        prompt: Any,
+        gen_config: GenerationConfig | None = None,
+        *,
+        do_preprocess: bool = True,
+        request_id: str | None = None,
+        pieces: bool = True,
+        index: int = 0,
+    ) -> ResponseStream:
+        """Submit a prompt and return its pieces as they come; with `pieces=False` one piece, the whole answer.
+
+        Raises what `prepare` and `submit` raise, at the call.
+        """
+        request = self.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
+        out = Outgoing(Outlet(self.steps.register_outlet), pieces=pieces, index=index)
+        stream = ResponseStream(self, out, request.id)
+        self.submit(request, out)
+        return stream
+
+    async def generate(
+        self,
+        prompt: Any,
+        gen_config: GenerationConfig | None = None,
+        *,
+        do_preprocess: bool = True,
+        request_id: str | None = None,
+        index: int = 0,
+    ) -> Response:
+        """The whole answer to one prompt. Cancelling the caller aborts the request."""
+        options = {"do_preprocess": do_preprocess, "request_id": request_id, "index": index}
+        async with self.stream(prompt, gen_config, pieces=False, **options) as answer:  # type: ignore[arg-type]
+            return await anext(answer)
+
+    # ------------------------------------------------------------------ figures
+
+    @property
+    def admission(self) -> Admission:
+        """What turns prompts into requests. Raises EngineClosed before the engine has started."""
+        if self._admission is None:
+            raise self._refused()
+        return self._admission
+
+    @property
+    def steps(self) -> StepLoop:
+        """The step loop. Raises EngineClosed before the engine has started."""
+        if self._steps is None:
+            raise self._refused()
+        return self._steps
+
+    @property
+    def ready(self) -> WorkerReady:
+        """What the workers said when they became ready."""
+        if self._ready is None:
+            raise self._refused()
+        return self._ready
+
+    def run_in_pool(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Run a long piece of text work (tokenising, say) in the engine's own small thread pool."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+
+    def stats(self) -> EngineStats:
+        """A picture of the engine at this moment."""
+        steps, scheduler = self.steps, self.steps.scheduler
+        counts = scheduler.pool.counts
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting + len(self._inbox),
+            blocks_free=counts.free,
+            blocks_cached=counts.cached,
+            blocks_used=counts.used,
+            steps=steps.steps,
+            preemptions=scheduler.preemptions,
+            restarts=0,
+            cached_tokens=scheduler.cached_tokens,
+            ended=dict(steps.ended),
+        )
+
+    def step_log(self, count: int = 100) -> list[StepRecord]:
+        """The last `count` steps, oldest first."""
+        return list(self.steps.log)[-count:]
+
+    def describe(self) -> str:
+        """One line: what the cache holds."""
+        ready, size = self.ready, self.config.block_size
+        max_len = self.admission.facts.max_len
+        return (
+            f"ready on {ready.device} in {ready.dtype}: {ready.num_blocks} blocks of {size} tokens, sequences of up to "
+            f"{max_len} tokens, of which {ready.num_blocks * size // max_len} fit at once"
+        )
+
+
+def _log_phase(phase: StartPhase) -> None:
+    logger.debug("start-up: %s %d/%d", phase.name, phase.done, phase.total)
+
+
+def _device(config: EngineConfig) -> str:
+    """The device to ask for. A worker that was asked for "auto" looks for itself; batch sizes follow this guess."""
+    if config.device_type == "cpu":
+        return "cpu"
+    if config.device_type == "auto" and (
+        not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    ):
+        return "cpu"
+    name = config.device_type if config.device_type == "cuda" else "auto"
+    return f"cuda:{config.devices[0]}" if config.devices else name

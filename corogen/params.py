@@ -1,0 +1,277 @@
+"""How one answer is generated: `GenerationConfig`, its check, and what it resolves to."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from corogen.errors import InvalidRequest, UnsupportedFeature
+from corogen.wire.messages import Sampling
+
+#: what a field means when neither the request nor the model's own defaults set it
+ENGINE_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "max_new_tokens": 512,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": False,
+    "random_seed": None,
+    "stop_words": None,
+    "stop_token_ids": None,
+    "bad_token_ids": None,
+    "min_new_tokens": 0,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "priority": 0,
+}
+
+#: fields that a model's generation_config.json may set for requests that sample
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+#: below this temperature the best token has all the weight that fp32 can express
+GREEDY_BELOW = 1e-3
+
+MAX_STOP_WORDS = 64
+
+
+@dataclass(kw_only=True)
+class GenerationConfig:
+    """Settings of one answer. A field that is not given is *unset*: the model's own default, then the engine's, holds.
+
+    Names and meanings follow LMDeploy. Without `do_sample=True` decoding is greedy, whatever the other settings say.
+    """
+
+    n: int | UnsetType = UNSET
+    #: bound on new tokens (512 when unset); None: as many as the context holds. Capped by what is left of the context
+    max_new_tokens: int | None | UnsetType = UNSET
+    do_sample: bool | UnsetType = UNSET
+    temperature: float | UnsetType = UNSET
+    #: 0: off
+    top_k: int | UnsetType = UNSET
+    top_p: float | UnsetType = UNSET
+    min_p: float | UnsetType = UNSET
+    repetition_penalty: float | UnsetType = UNSET
+    presence_penalty: float | UnsetType = UNSET
+    frequency_penalty: float | UnsetType = UNSET
+    #: do not stop at the model's end tokens
+    ignore_eos: bool | UnsetType = UNSET
+    #: the same seed gives the same answer, whatever else runs; None: a new one each time
+    random_seed: int | None | UnsetType = UNSET
+    #: strings that end the answer, also across tokens
+    stop_words: list[str] | str | None | UnsetType = UNSET
+    stop_token_ids: list[int] | None | UnsetType = UNSET
+    #: ids that are never chosen
+    bad_token_ids: list[int] | None | UnsetType = UNSET
+    #: end tokens and stop token ids can not be chosen before this many new tokens
+    min_new_tokens: int | None | UnsetType = UNSET
+    skip_special_tokens: bool | UnsetType = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
+    #: lower runs first
+    priority: int | UnsetType = UNSET
+    # known to LMDeploy's users and not there yet: refused by name when set
+    logprobs: int | None | UnsetType = UNSET
+    response_format: dict[str, Any] | None | UnsetType = UNSET
+    logits_processors: list[Any] | None | UnsetType = UNSET
+    bad_words: list[str] | None | UnsetType = UNSET
+    output_logits: str | None | UnsetType = UNSET
+    output_last_hidden_state: str | None | UnsetType = UNSET
+    return_ppl: bool | UnsetType = UNSET
+    repetition_ngram_size: int | UnsetType = UNSET
+    repetition_ngram_threshold: int | UnsetType = UNSET
+    spaces_between_special_tokens: bool | UnsetType = UNSET
+
+    def explicit(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not UNSET}
+
+
+_NOT_YET = {
+    "logprobs": None,
+    "response_format": None,
+    "logits_processors": None,
+    "bad_words": None,
+    "output_logits": None,
+    "output_last_hidden_state": None,
+    "return_ppl": False,
+    "repetition_ngram_size": 0,
+    "repetition_ngram_threshold": 0,
+    "spaces_between_special_tokens": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends an answer, apart from its length."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    include: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a request is checked against, known once the model is loaded."""
+
+    #: prompt and answer together
+    max_len: int
+    #: ids that the model has an embedding for
+    vocab_size: int
+    eos_ids: frozenset[int] = frozenset()
+    #: from generation_config.json, for requests that sample
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: stop strings that are one added token each, by text
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checked config with every default filled in."""
+
+    sampling: Sampling
+    stop: StopRule
+    max_new_tokens: int
+    skip_special_tokens: bool
+    priority: int
+
+
+def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise InvalidRequest for the first field of `given` that has a wrong type or value, naming both."""
+    for name, neutral in _NOT_YET.items():
+        if name in given and given[name] != neutral:
+            raise UnsupportedFeature(f"{name}={given[name]!r} is not supported by this version", param=name)
+    if given.get("n", 1) != 1:
+        _whole("n", given["n"], 1, 128)
+        raise UnsupportedFeature(f"n={given['n']}: submit the prompt {given['n']} times instead", param="n")
+    for name, (low, high) in _WHOLE.items():
+        if name in given and not (name in _OPTIONAL and given[name] is None):
+            _whole(name, given[name], low, high)
+    for name, (low_f, high_f, open_low) in _REAL.items():
+        if name in given:
+            _real(name, given[name], low_f, high_f, open_low)
+    for name in _FLAGS:
+        if name in given and not isinstance(given[name], bool):
+            raise InvalidRequest(f"{name} must be True or False, not {given[name]!r}", param=name)
+    for name in ("stop_token_ids", "bad_token_ids"):
+        _check_ids(name, given.get(name), vocab_size)
+    stop_strings(given.get("stop_words"))
+
+
+_OPTIONAL = ("max_new_tokens", "min_new_tokens", "random_seed")
+_WHOLE = {
+    "max_new_tokens": (1, None),
+    "min_new_tokens": (0, None),
+    "top_k": (0, None),
+    "random_seed": (-(2**63), 2**64 - 1),
+    "priority": (-(2**31), 2**31),
+}
+_REAL = {
+    "temperature": (0.0, 100.0, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, 100.0, True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
+_FLAGS = ("do_sample", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def _whole(name: str, value: Any, low: int, high: int | None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        upto = "" if high is None else f" and at most {high}"
+        raise InvalidRequest(f"{name} must be a whole number of at least {low}{upto}, not {value!r}", param=name)
+
+
+def _real(name: str, value: Any, low: float, high: float, open_low: bool) -> None:
+    good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+    if not good or (open_low and value == low):
+        above = "above" if open_low else "of at least"
+        raise InvalidRequest(f"{name} must be a number {above} {low:g} and at most {high:g}, not {value!r}", param=name)
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list | tuple):
+        raise InvalidRequest(f"{name} must be a list of token ids, not {ids!r}", param=name)
+    for i in ids:
+        if type(i) is not int or not 0 <= i < vocab_size:
+            raise InvalidRequest(f"{name} holds {i!r}; token ids of this model run from 0 to {vocab_size - 1}", param=name)
+
+
+def stop_strings(value: Any) -> tuple[str, ...]:
+    """`stop_words` as a tuple. None and an empty list mean no stop; an empty string would stop everything."""
+    words = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+        raise InvalidRequest(f"stop_words must be a string or a list of strings, not {value!r}", param="stop_words")
+    if not all(words):
+        raise InvalidRequest("stop_words holds an empty string, which every answer contains: drop it", param="stop_words")
+    if len(words) > MAX_STOP_WORDS:
+        raise InvalidRequest(f"stop_words holds {len(words)} strings; at most {MAX_STOP_WORDS}", param="stop_words")
+    return tuple(words)
+
+
+def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts) -> Resolved:
+    """Check `config` and fill in every default: request, then the model's file, then the engine's.
+
+    Raises:
+        InvalidRequest: naming the field, its value and what is allowed.
+    """
+    given = _given(config)
+    check_fields(given, model.vocab_size)
+    value = {**ENGINE_DEFAULTS, **(model.defaults if given.get("do_sample") else {}), **given}
+    stop, words = _stop_ids(value, model), stop_strings(value["stop_words"])
+    room = model.max_len - prompt_len
+    return Resolved(
+        sampling=_sampling(value, stop, prompt_len),
+        stop=StopRule(stop, words, value["include_stop_str_in_output"]),
+        max_new_tokens=min(room, value["max_new_tokens"] or room),
+        skip_special_tokens=value["skip_special_tokens"],
+        priority=value["priority"],
+    )
+
+
+def _given(config: GenerationConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, GenerationConfig):
+        raise InvalidRequest(
+            f"gen_config must be a GenerationConfig or None, not {type(config).__name__}", param="gen_config"
+        )
+    return config.explicit()
+
+
+def _stop_ids(value: Mapping[str, Any], model: ModelFacts) -> frozenset[int]:
+    """End tokens, stop token ids, and stop strings that are one added token (which decoding may not show)."""
+    ids = set(value["stop_token_ids"] or ())
+    ids.update(model.added_tokens[w] for w in stop_strings(value["stop_words"]) if w in model.added_tokens)
+    return frozenset(ids if value["ignore_eos"] else ids | model.eos_ids)
+
+
+def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -> Sampling:
+    minimum = value["min_new_tokens"] or 0
+    greedy = not value["do_sample"] or value["temperature"] < GREEDY_BELOW or value["top_k"] == 1
+    seed = value["random_seed"]
+    return Sampling(
+        temperature=0.0 if greedy else float(value["temperature"]),
+        top_k=value["top_k"],
+        top_p=float(value["top_p"]),
+        min_p=float(value["min_p"]),
+        seed=secrets.randbits(63) if seed is None else seed % 2**63,
+        suppress_ids=tuple(sorted(stop)) if minimum else (),
+        suppress_until=prompt_len + minimum,
+        banned_ids=tuple(value["bad_token_ids"] or ()),
+        repetition_penalty=float(value["repetition_penalty"]),
+        presence_penalty=float(value["presence_penalty"]),
+        frequency_penalty=float(value["frequency_penalty"]),
+    )

@@ -1,0 +1,1 @@
+"""The processes that compute, and what starts and watches them."""

@@ -1,0 +1,144 @@
+"""One worker process: started without forking the host's threads, heard to its last word, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import site
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from corogen.wire.channel import ChannelProtocol
+from corogen.wire.messages import FromWorker, Shutdown, ToWorker
+
+logger = logging.getLogger("corogen.workers")
+
+#: seconds that a worker gets to leave by itself before it is killed
+EXIT_GRACE_S = 5.0
+_TAIL_LINES = 30
+
+
+class WorkerProcess:
+    """A child `python -P -m corogen.workers`, joined by one end of a socket pair.
+
+    `on_message` gets what it sends. `on_exit` is called once, with the exit code, when it is gone for whatever reason.
+    Everything happens on the loop that called `start`.
+    """
+
+    def __init__(
+        self, rank: int, on_message: Callable[[FromWorker], None], on_exit: Callable[[int | None], None]
+    ) -> None:
+        self.rank = rank
+        self._on_exit = on_exit
+        self._channel = ChannelProtocol(on_message, self._lost)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._gone: asyncio.Future[int | None] | None = None
+        self._reaper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, once started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def stderr_tail(self) -> str:
+        """The last lines that the worker wrote."""
+        return "\n".join(self._tail)
+
+    async def start(self) -> None:
+        """Spawn and connect. Raises OSError if no process can be started."""
+        loop = asyncio.get_running_loop()
+        self._gone = loop.create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "corogen.workers", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+            )
+        ours.setblocking(False)
+        await loop.create_connection(lambda: self._channel, sock=ours)
+        if self._process.stdout is not None:
+            await loop.connect_read_pipe(lambda: _LineReader(self._heard), self._process.stdout)
+
+    def send(self, message: ToWorker) -> None:
+        """Queue one message for the worker."""
+        self._channel.send(message)
+
+    async def stop(self) -> None:
+        """Ask the worker to leave, kill it if it does not, and wait until it is reaped."""
+        if self._process is None or self._gone is None:
+            return
+        self._channel.send(Shutdown())
+        self._channel.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._gone), EXIT_GRACE_S)
+            return
+        self.kill()
+        await asyncio.shield(self._gone)
+
+    def kill(self) -> None:
+        """SIGKILL, for a worker that hangs or must not go on."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    def _heard(self, line: str) -> None:
+        self._tail.append(line)
+        logger.debug("worker %d: %s", self.rank, line)
+
+    def _lost(self) -> None:
+        """The socket is closed, so the process ends or has ended: reap it off the loop."""
+        self._reaper = asyncio.get_running_loop().create_task(self._reap())
+
+    async def _reap(self) -> None:
+        if self._process is None or self._gone is None:
+            return
+        code = await asyncio.to_thread(_wait_or_kill, self._process)
+        await asyncio.sleep(0)  # one turn of the loop, so that the pipe's last lines are in
+        if not self._gone.done():
+            self._gone.set_result(code)
+            self._on_exit(code)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(EXIT_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The host's environment, plus the folder of this package if the child could not import it by itself."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root in map(os.path.realpath, [*site.getsitepackages(), site.getusersitepackages()]):
+        return dict(os.environ)
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *paths])}
+
+
+class _LineReader(asyncio.Protocol):
+    """Lines of a pipe, decoded leniently."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._on_line(line.decode(errors="replace"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._on_line(self._rest.decode(errors="replace"))
