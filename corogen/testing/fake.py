@@ -122,9 +122,10 @@ class FakeExecutor:
         if fault is not None:
             self._failed_epoch = step.epoch
             return StepError(step.step, step.epoch, f"{type(fault).__name__}: {fault}")
-        return StepOutput(step.step, step.epoch, self._tokens(step))
+        return StepOutput(step.step, step.epoch, self.compute(step))
 
-    def _tokens(self, step: StepInput) -> list[int]:
+    def compute(self, step: StepInput) -> list[int]:
+        """The ids of one step, at once."""
         self._assign(step)
         out = [self._slots[slot].next() for slot in step.decode]
         for row in step.prefill:
