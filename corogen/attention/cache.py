@@ -1,0 +1,120 @@
+"""The paged KV cache and how large it may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from corogen.attention.probe import LayerFacts
+from corogen.errors import ConfigError
+
+#: a CPU shares its memory with everything else: no cache takes more than this by default
+MAX_CPU_CACHE_BYTES = 4 << 30
+
+
+class KVCache:
+    """Keys and values of every layer, [num_blocks, block_size, kv_heads, dim] each, all zero at first."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerFacts],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_blocks, block_size)
+        self._keys = [torch.zeros(*shape, f.kv_heads, f.key_dim, dtype=dtype, device=device) for f in layers]
+        self._values = [torch.zeros(*shape, f.kv_heads, f.value_dim, dtype=dtype, device=device) for f in layers]
+
+    def write(self, layer: int, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [1, Hkv, T, D] at `places` [T], each block * block_size + offset."""
+        for store, new in ((self._keys[layer], k), (self._values[layer], v)):
+            store.view(-1, *store.shape[2:]).index_copy_(0, places, new[0].transpose(0, 1))
+
+    def gather(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, Hkv, keys, D] of the blocks [rows * blocks a row]."""
+        keys, values = (self._gather(s, blocks, rows) for s in (self._keys[layer], self._values[layer]))
+        return keys, values
+
+    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
+        flat = store.view(self.num_blocks, -1).index_select(0, blocks)
+        return flat.view(rows, -1, *store.shape[2:]).transpose(1, 2)
+
+
+def block_bytes(layers: Sequence[LayerFacts], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return sum(f.kv_heads * (f.key_dim + f.value_dim) for f in layers) * block_size * dtype.itemsize
+
+
+def choose_num_blocks(
+    bytes_per_block: int, block_size: int, device: torch.device, fraction: float, max_slots: int, max_len: int
+) -> int:
+    """How many blocks the memory allows.
+
+    On a CPU never more than what `max_slots` sequences of `max_len` tokens need, nor than 4 GiB.
+
+    Raises:
+        ConfigError: not a single block fits.
+    """
+    useful = max_slots * -(-max_len // block_size)
+    if device.type == "cuda":
+        free, what = torch.cuda.mem_get_info(device)[0], "GPU memory"
+        budget = int(free * fraction)
+    else:
+        free, what = available_memory(), "memory"
+        budget = min(int(free * fraction), MAX_CPU_CACHE_BYTES)
+    count = min(budget // bytes_per_block, useful)
+    if count < 1:
+        raise ConfigError(
+            f"no KV block fits: one takes {bytes_per_block / 2**20:.1f} MiB and the cache may take "
+            f"{budget / 2**20:.1f} MiB of {free / 2**20:.0f} MiB of free {what}; raise cache_max_entry_count, "
+            "lower block_size, or use a smaller model"
+        )
+    return count
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: what the system has available, within the limit of its control group."""
+    limits = [_system_available(), *_cgroup_room()]
+    return max(0, min(limits))
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+#: (limit, usage, statistics, key of the page cache that can be given back), for control groups of version 2 and 1
+_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    found = []
+    for limit_name, usage_name, stat_name, key in _CGROUPS:
+        try:
+            limit = (root / limit_name).read_text().strip()
+            if limit == "max":
+                continue
+            stats = dict(line.split() for line in (root / stat_name).read_text().splitlines())
+            found.append(int(limit) - int((root / usage_name).read_text()) + int(stats.get(key, 0)))
+        except (OSError, ValueError):
+            continue
+    return found

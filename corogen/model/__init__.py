@@ -1,0 +1,1 @@
+"""Models: names and files, transformers classes, weights, fused and packed linears. Only `hf` knows transformers."""
