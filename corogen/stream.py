@@ -172,6 +172,31 @@ def _nobody() -> None:
     pass
 
 
+class Signal:
+    """Wakes the one coroutine that waits for news of a request, on an asyncio loop.
+
+    The engine reaches the signal and never the stream, so that dropping the stream is noticed.
+    """
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake the waiter, if there is one."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Sleep until the next `set`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
 class ResponseStream:
     """Pieces of one answer, for a coroutine on the engine's own loop.
 
@@ -182,12 +207,8 @@ class ResponseStream:
     def __init__(self, engine: Engine, out: Outgoing, request_id: str) -> None:
         self._engine, self._out = engine, out
         self.request_id = request_id
-        self._waiter: asyncio.Future[None] | None = None
-        out.listener = self._wake
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._signal = Signal()
+        out.listener = self._signal.set
 
     def __aiter__(self) -> ResponseStream:
         return self
@@ -199,11 +220,7 @@ class ResponseStream:
             piece = out.take()
             if piece is not None:
                 return piece
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._signal.wait()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
