@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -160,17 +161,15 @@ def _remedy(kind: str) -> str:
 
 def _bar(progress: Progress | None) -> type[Any]:
     """A silent progress bar class for the hub's client, which hands bytes on to `progress`."""
-    from huggingface_hub.utils import tqdm
+    base: type[Any] = importlib.import_module("huggingface_hub.utils").tqdm
 
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._counts_bytes = options.get("unit") == "B"
-            options.pop("name", None)
-            super().__init__(*args, **{**options, "disable": True})
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        self.counts_bytes = options.get("unit") == "B"
+        base.__init__(self, *args, **{**options, "disable": True})
 
-        def update(self, n: float | None = 1) -> None:
-            self.n += n or 0
-            if progress is not None and self._counts_bytes and self.n:
-                progress("download", int(self.n), int(self.total or 0))
+    def update(self: Any, n: float | None = 1) -> None:
+        self.n += n or 0
+        if progress is not None and self.counts_bytes and self.n:
+            progress("download", int(self.n), int(self.total or 0))
 
-    return Bar
+    return type("Bar", (base,), {"__init__": init, "update": update})  # a class statement would need its types

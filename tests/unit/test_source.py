@@ -273,7 +273,7 @@ class TestDemo:
         assert resolve_model("demo") == cache
         cache.with_name(cache.name + ".sha256").unlink()
         cache.write_bytes(self.CONTENT[:-1] + b"x")
-        with pytest.raises(ModelNotFound, match="the cache: .* has the SHA-256"):
+        with pytest.raises(ModelNotFound, match=r"the cache: .* has the SHA-256"):
             resolve_model("demo")
 
     def test_a_cut_file_is_replaced(self, cache, tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ class TestDemo:
 
     def test_a_wrong_file_in_the_package_is_not_used(self, cache, tmp_path, monkeypatch):
         self.install_package(tmp_path, monkeypatch, self.CONTENT + b"more")
-        with pytest.raises(ModelNotFound, match="65 bytes instead of 64|68 bytes instead of 64"):
+        with pytest.raises(ModelNotFound, match="68 bytes instead of 64"):
             resolve_model("demo")
         assert not cache.exists()
 
