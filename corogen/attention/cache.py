@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from corogen.attention.probe import LayerFacts
@@ -28,8 +30,8 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, block_size)
-        self._keys = [torch.zeros(*shape, f.kv_heads, f.key_dim, dtype=dtype, device=device) for f in layers]
-        self._values = [torch.zeros(*shape, f.kv_heads, f.value_dim, dtype=dtype, device=device) for f in layers]
+        self._keys = [_zeros((*shape, f.kv_heads, f.key_dim), dtype, device) for f in layers]
+        self._values = [_zeros((*shape, f.kv_heads, f.value_dim), dtype, device) for f in layers]
 
     def write(self, layer: int, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [1, Hkv, T, D] at `places` [T], each block * block_size + offset."""
@@ -44,6 +46,13 @@ class KVCache:
     def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
         flat = store.view(self.num_blocks, -1).index_select(0, blocks)
         return flat.view(rows, -1, *store.shape[2:]).transpose(1, 2)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU their pages take no memory before they are written (torch.zeros would touch them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def block_bytes(layers: Sequence[LayerFacts], block_size: int, dtype: torch.dtype) -> int:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from corogen.attention.base import Options, dense_attention
 from corogen.attention.cache import KVCache
 from corogen.attention.plan import DecodeGroup, PrefillSpan, StepPlan
+
+
+#: torch gives each thread a scratch buffer of `rows * (keys + 2 + D)` numbers. Only when that is a multiple of a vector
+#: register are all buffers aligned alike, and only then does a result not depend on the thread that computes it.
+_ROWS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 8
 
 
 class PagedAttention:
@@ -38,8 +44,10 @@ class PagedAttention:
     def _decode(self, layer: int, q: torch.Tensor, group: DecodeGroup, options: Options) -> torch.Tensor:
         """[rows of the group, Hq, Dv]."""
         k, v = self._cache.gather(layer, group.blocks, group.size)
-        rows = q[0, :, group.rows].transpose(0, 1)[:, :, None]
-        return dense_attention(rows, k, v, options, mask=group.mask)[:, :, 0]
+        rows = q[0, :, group.rows].transpose(0, 1)
+        if q.device.type == "cpu" and options.softcap is None and options.sinks is None:
+            return _by_kv_head(rows, k, v, options, group.mask)
+        return dense_attention(rows[:, :, None], k, v, options, mask=group.mask)[:, :, 0]
 
     def _prefill(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: PrefillSpan, options: Options
@@ -52,3 +60,20 @@ class PagedAttention:
         rows = q[:, :, span.tokens]
         out = dense_attention(rows, k, v, options, mask=span.mask, causal=span.mask is None)
         return out[0].transpose(0, 1)
+
+
+def _by_kv_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, mask: torch.Tensor
+) -> torch.Tensor:
+    """One token a sequence on a CPU: q [B, Hq, D] over k, v [B, Hkv, L, D]; returns [B, Hq, Dv].
+
+    The query heads of one kv head stand as rows of one product, filled up to a multiple of `_ROWS`.
+    """
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    rows = q.reshape(batch, kv_heads, group, dim)
+    if group % _ROWS:
+        rows = F.pad(rows, (0, 0, 0, -group % _ROWS))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=options.scaling)
+    return out[:, :, :group].reshape(batch, heads, v.shape[3])

@@ -120,7 +120,7 @@ class Runner:
         )
         try:
             self._cache = KVCache(layers, count, spec.block_size, self._dtype, self._device)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"{count} KV blocks do not fit into memory: {error}") from error
         self._planner = Planner(spec.block_size, [f.window for f in layers], self._dtype, self._device)
         self._slots = SlotTable(spec.max_slots, self._vocab_size, self._device)
