@@ -68,19 +68,19 @@ def scheme_of(backend: Backend) -> Scheme | None:
 
 
 def _fallback_scheme(steps: list[dict[str, Any]]) -> Scheme | None:
-    """Replace*, ByteFallback, then Fuse and Strip if they are there: what SentencePiece models decode with."""
+    """Replace*, then ByteFallback, Fuse and Strip as far as they are there: what SentencePiece models decode with."""
     kinds = [step["type"] for step in steps]
     count = next((i for i, kind in enumerate(kinds) if kind != "Replace"), len(kinds))
-    if kinds[count:] not in (["ByteFallback"], ["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]):
-        return None
     if not all("String" in step["pattern"] for step in steps[:count]):
         return None
     replacements = tuple((step["pattern"]["String"], step["content"]) for step in steps[:count])
-    if kinds[-1] != "Strip":
-        return Scheme(byte_level=False, replacements=replacements, byte_fallback=True)
-    if steps[-1]["stop"]:  # the end of the text is not known while it grows
-        return None
-    return Scheme(False, replacements, True, strip=steps[-1]["content"], strip_count=steps[-1]["start"])
+    named_bytes, rest = kinds[count : count + 1] == ["ByteFallback"], kinds[count:]
+    rest = rest[named_bytes:]
+    if rest in ([], ["Fuse"]):
+        return Scheme(False, replacements, named_bytes)
+    if rest == ["Fuse", "Strip"] and not steps[-1]["stop"]:  # the end of the text is not known while it grows
+        return Scheme(False, replacements, named_bytes, strip=steps[-1]["content"], strip_count=steps[-1]["start"])
+    return None
 
 
 class PieceTable(dict[int, str | bytes]):

@@ -122,6 +122,23 @@ def test_other_decoders_join_to_the_decode(name, ids, skip):
     assert "".join(pieces(tokenizer, ids, skip_special_tokens=skip)) == expected
 
 
+KNOWN = {
+    "fuse": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()]),
+    "fuse and strip": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
+    "byte fallback alone": decoders.ByteFallback(),
+    "two replacements": decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace(" c", "d")]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@given(ids=st.lists(st.integers(0, 7)), skip=st.booleans())
+def test_shorter_chains_of_the_sentencepiece_kind_are_known_too(name, ids, skip):
+    tokenizer = _other(KNOWN[name])
+    assert scheme_of(tokenizer.backend) is not None
+    expected = tokenizer.backend.decode([i for i in ids if i < 6], skip_special_tokens=skip)
+    assert "".join(pieces(tokenizer, ids, skip_special_tokens=skip)) == expected
+
+
 def test_decoders_that_need_the_end_of_the_text_are_not_taken_for_a_known_kind():
     assert scheme_of(_other(OTHERS["strip at the end"]).backend) is None
 
