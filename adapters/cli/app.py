@@ -1,0 +1,91 @@
+"""The commands and their options; what they do stands in the modules beside this one, imported when they run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from corogen.adapters.cli.bench import bench
+from corogen.adapters.cli.console import guarded
+from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions, grouped
+
+app = typer.Typer(
+    name="corogen",
+    help="Serves transformer models: ask, chat, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        print(f"corogen {importlib.metadata.version('corogen')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serves transformer models: ask, chat, measure."""
+
+
+@app.command()
+@grouped
+def run(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    question: Annotated[str | None, typer.Argument(help='The question; "-" or nothing reads it from stdin.')] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+) -> None:
+    """Answer one question.
+
+    The answer goes to stdout while it is generated.
+    """
+    from corogen.adapters.cli.run import answer, prompt_for, question_from
+
+    with guarded(output):
+        prompt = prompt_for(question_from(question), system=system, raw=raw)
+        answer(prompt, raw=raw, engine=engine, sampling=sampling, output=output)
+
+
+@app.command()
+@grouped
+def chat(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+) -> None:
+    """Talk to a model.
+
+    /help lists what else can be typed; Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+    from corogen.adapters.cli.chat import talk
+
+    with guarded(output):
+        talk(engine=engine, sampling=sampling, output=output, system=system)
+
+
+@app.command()
+@grouped
+def check_env(output: OutputOptions) -> None:
+    """Show versions, machine and model cache."""
+    import json
+
+    from corogen.adapters.cli.env import facts, show
+
+    with guarded(output):
+        found = facts()
+        print(json.dumps(found, indent=2)) if output.json else show(found)

@@ -1,0 +1,244 @@
+"""`corogen bench`: the measurements of `corogen.adapters.bench`, as tables or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from corogen.adapters.cli.console import guarded, say
+from corogen.adapters.cli.options import EngineOptions, OutputOptions, grouped, one_of
+from corogen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from corogen.adapters.bench.throughput import PeerRun
+    from corogen.adapters.pipeline import Pipeline
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure; see `corogen bench -h`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Prompts = Annotated[Path | None, typer.Option(help="A file of prompts, one a line: text or JSON.")]
+InputLen = Annotated[int | None, typer.Option(help="Random prompts of exactly so many tokens.", min=1)]
+OutputLen = Annotated[int, typer.Option(help="New tokens of each answer.", min=1)]
+Repeat = Annotated[int, typer.Option(help="Rounds, or pairs with --compare.", min=1)]
+Compare = Annotated[
+    str | None, typer.Option(help='"transformers": measure it in turns with us.', callback=one_of("transformers"))
+]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-caching", help="Keep the prefix cache on: later rounds then find the prompts of earlier ones."
+    ),
+]
+
+
+@bench.command()
+@grouped
+def throughput(
+    engine: EngineOptions,
+    output: OutputOptions,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all submitted at once.", min=1)] = 32,
+    output_len: OutputLen = 64,
+    input_len: InputLen = None,
+    prompts: Prompts = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Every answer has its full length.")] = False,
+    repeat: Repeat = 5,
+    compare: Compare = None,
+    peer: Annotated[
+        str,
+        typer.Option(
+            help="How transformers generates: batch (static), continuous, or one (request).",
+            callback=one_of("batch", "continuous", "one"),
+        ),
+    ] = "batch",
+    prefix_caching: PrefixCaching = False,
+) -> None:
+    """Many requests at once.
+
+    Tokens a second, and how evenly they come.
+    """
+    with guarded(output):
+        if compare and not ignore_eos:
+            raise typer.BadParameter("--compare needs --ignore-eos: both sides must generate the same number of tokens")
+        count = 1 if peer == "one" and compare else num_prompts
+        result = _measured(
+            engine, output, count, input_len, prompts, prefix_caching,
+            output_len=output_len, ignore_eos=ignore_eos, repeat=repeat, kind=peer if compare else None,
+        )  # fmt: skip
+        _show("throughput", result, output)
+
+
+@bench.command()
+@grouped
+def latency(
+    engine: EngineOptions,
+    output: OutputOptions,
+    output_len: OutputLen = 64,
+    input_len: InputLen = None,
+    prompts: Prompts = None,
+    repeat: Repeat = 5,
+    compare: Compare = None,
+    prefix_caching: PrefixCaching = False,
+) -> None:
+    """One request alone.
+
+    Time to the first token, time between tokens, tokens a second.
+    """
+    with guarded(output):
+        result = _measured(
+            engine, output, 1, input_len, prompts, prefix_caching,
+            output_len=output_len, ignore_eos=True, repeat=repeat, kind="one" if compare else None,
+        )  # fmt: skip
+        _show("latency", result, output)
+
+
+@bench.command()
+@grouped
+def callers(
+    engine: EngineOptions,
+    output: OutputOptions,
+    num_prompts: Annotated[int, typer.Option(help="Requests of each kind of caller.", min=1)] = 64,
+    output_len: OutputLen = 32,
+    pairs: Annotated[
+        int | None, typer.Option(help="Queue pairs of both bridges; one a request when left out.", min=1)
+    ] = None,
+    repeat: Repeat = 1,
+    idle_s: Annotated[float, typer.Option(help="Seconds of each idle phase.", min=0)] = 10.0,
+) -> None:
+    """The kinds of caller compared.
+
+    The same requests through coroutines, threads, futures and queues, against a bridge that polls its queues;
+    then what everything uses while there is nothing to do.
+    """
+    from corogen.adapters.bench import machine
+    from corogen.adapters.bench.callers import measure
+    from corogen.adapters.bench.workload import story_prompts
+
+    with guarded(output), _pipeline(engine, output, enable_prefix_caching=False) as pipe:
+        result = measure(
+            pipe,
+            story_prompts(num_prompts),
+            output_len=output_len,
+            pairs=pairs,
+            repeat=repeat,
+            idle_s=idle_s,
+            say=_teller(output),
+        )
+        _show("callers", {"model": engine.model, **result, "setting": machine.setting()}, output)
+
+
+@bench.command()
+@grouped
+def steps(
+    output: OutputOptions,
+    streams: Annotated[int, typer.Option(help="Streams, each with a consumer on another loop.", min=1)] = 256,
+    step_ms: Annotated[float, typer.Option(help="Scripted time of a step.", min=0.01)] = 4.0,
+    output_len: OutputLen = 500,
+    tokenizer: Annotated[Path | None, typer.Option(help="A folder with a tokenizer.json to decode with.")] = None,
+) -> None:
+    """The engine's own cost of a step.
+
+    Scripted tokens in scripted time, and a consumer for each stream on another loop in another thread.
+    """
+    from corogen.adapters.bench import machine
+    from corogen.adapters.bench.steps import measure
+
+    with guarded(output):
+        cost = measure(streams=streams, step_time_s=step_ms / 1e3, new_tokens=output_len, tokenizer_folder=tokenizer)
+        _show("steps", {**cost.as_dict(), "setting": machine.setting()}, output)
+
+
+# ------------------------------------------------------------------ what they share
+
+
+@contextlib.contextmanager
+def _pipeline(engine: EngineOptions, output: OutputOptions, **config: Any) -> Iterator[Pipeline]:
+    from corogen.adapters.cli.serving import open_pipeline
+
+    pipe, _ = open_pipeline(engine.model, engine.config(**config), quiet=output.quiet)
+    with pipe:
+        yield pipe
+
+
+def _teller(output: OutputOptions) -> Any:
+    return (lambda line: None) if output.quiet else say
+
+
+def _measured(
+    engine: EngineOptions,
+    output: OutputOptions,
+    count: int,
+    input_len: int | None,
+    file: Path | None,
+    prefix_caching: bool,
+    *,
+    kind: str | None,
+    **how: Any,
+) -> dict[str, Any]:
+    from corogen.adapters.bench import machine
+    from corogen.adapters.bench.throughput import measure
+    from corogen.workers.cpus import usable_cpus
+
+    threads = engine.num_threads or usable_cpus()
+    if kind is not None:
+        _check_comparable(engine)
+    with _pipeline(engine, output, enable_prefix_caching=prefix_caching) as pipe:
+        peer = None if kind is None else _peer(engine, kind, threads)
+        prompts = _prompts(pipe, count, input_len, file)
+        result = measure(pipe, prompts, peer=peer, say=_teller(output), **how)
+    setting = machine.setting(threads=threads, prefix_caching=prefix_caching)
+    return {"model": engine.model, "input": _input_words(input_len, file), **result, "setting": setting}
+
+
+def _prompts(pipe: Pipeline, count: int, input_len: int | None, file: Path | None) -> list[Any]:
+    from corogen.adapters.bench import workload
+
+    if input_len is not None and file is not None:
+        raise typer.BadParameter("give --input-len or --prompts, not both")
+    if file is not None:
+        return workload.prompts_from(file, count)
+    if input_len is not None:
+        return workload.random_prompts(count, input_len, pipe.engine.admission.facts.vocab_size)
+    return workload.story_prompts(count)
+
+
+def _input_words(input_len: int | None, file: Path | None) -> str:
+    if file is not None:
+        return f"prompts of {file}"
+    return "chats of about 47 tokens" if input_len is None else f"{input_len} random tokens"
+
+
+def _check_comparable(engine: EngineOptions) -> None:
+    if engine.device_type == "cuda" or engine.dtype not in ("auto", "float32"):
+        raise ConfigError("--compare transformers runs in float32 on the CPU: leave --device-type and --dtype out")
+
+
+def _peer(engine: EngineOptions, kind: str, threads: int) -> PeerRun:
+    """Where transformers finds the same model: the folder itself, or what a GGUF file was converted to."""
+    from corogen.adapters.bench.throughput import PeerRun
+    from corogen.model.gguf import converted_folder
+    from corogen.model.source import resolve_model
+
+    path = resolve_model(engine.model, revision=engine.revision)
+    return PeerRun(converted_folder(path) if path.suffix.lower() == ".gguf" else path, kind, threads)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def _show(name: str, result: dict[str, Any], output: OutputOptions) -> None:
+    if output.json:
+        import json
+
+        print(json.dumps({"benchmark": name, **result}))
+        return
+    from corogen.adapters.cli.tables import show
+
+    show(name, result)

@@ -1,0 +1,131 @@
+"""`corogen chat`: a conversation, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from corogen.adapters.cli.console import INTERRUPTED, leave, say
+from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions
+from corogen.adapters.cli.serving import open_pipeline
+from corogen.errors import InvalidRequest
+from corogen.params import GenerationConfig
+
+if TYPE_CHECKING:
+    from corogen.adapters.pipeline import Pipeline
+
+HELP = """\
+/help          this list
+/system TEXT   begin anew with a system message; without TEXT, without one
+/reset         begin anew
+/exit          leave (Ctrl-D does, too)
+Ctrl-C stops an answer; at the prompt it leaves."""
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the pipeline that answers them."""
+
+    pipe: Pipeline
+    gen_config: GenerationConfig
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str) -> None:
+        """Answer one user message on stdout. What was shown stays in the conversation, also of a stopped answer.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed; the request is aborted.
+            InvalidRequest: the conversation has become too long, for one; the message is taken back.
+        """
+        self.messages.append({"role": "user", "content": text})
+        shown = ""
+        try:
+            with self.pipe.stream_infer(list(self.messages), gen_config=self.gen_config) as pieces:
+                for piece in pieces:
+                    shown += piece.text
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
+        except InvalidRequest:
+            self.messages.pop()
+            raise
+        finally:
+            if shown:
+                self.messages.append({"role": "assistant", "content": shown})
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def command(self, line: str) -> bool:
+        """Obey a line that begins with "/"; False if it asks to leave."""
+        name, _, rest = line.partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/reset":
+            self.reset()
+        elif name == "/system":
+            self.system = rest.strip() or None
+            self.reset()
+        elif name == "/help":
+            say(HELP)
+        else:
+            say(f"there is no command {name}; /help lists them")
+        return True
+
+
+def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOptions, system: str | None) -> None:
+    """Load the model and talk until stdin ends, /exit, or Ctrl-C at the prompt."""
+    config = engine.config(max_batch_size=engine.max_batch_size or 1)
+    pipe, _ = open_pipeline(engine.model, config, quiet=output.quiet)
+    with pipe:
+        conversation = Conversation(pipe, sampling.config(), system)
+        conversation.reset()
+        interactive = sys.stdin.isatty()
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  # line editing and history
+            say("Ctrl-D leaves, /help lists commands.")
+        try:
+            _loop(conversation, interactive)
+        except KeyboardInterrupt:
+            say("")
+            interrupted = True
+        else:
+            interrupted = False
+    if interrupted:
+        leave(INTERRUPTED)
+
+
+def _loop(conversation: Conversation, interactive: bool) -> None:
+    while (line := _next_line(interactive)) is not None:
+        text = line.strip()
+        if text.startswith("/"):
+            if not conversation.command(text):
+                return
+        elif text:
+            _answer(conversation, text)
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    try:
+        conversation.say(text)
+    except KeyboardInterrupt:
+        say("(stopped)")
+    except InvalidRequest as error:
+        say(f"corogen: {error}")
+
+
+def _next_line(interactive: bool) -> str | None:
+    """The next line of stdin; None at its end."""
+    if not interactive:
+        return sys.stdin.readline() or None
+    try:
+        return input("> ")
+    except EOFError:
+        say("")
+        return None

@@ -1,0 +1,136 @@
+"""Results of measurements as tables on stdout. Each says first what was measured, and last on what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    """Print the result of the measurement `name`."""
+    console = Console(highlight=False, soft_wrap=True)
+    for part in _LAYOUTS[name](result):
+        console.print(part)
+    console.print(setting_line(result["setting"]), style="dim")
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure for a table; "-" where there is none."""
+    return "-" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def spread_words(figures: dict[str, Any], digits: int = 1) -> list[str]:
+    """Median, extremes and interval as cells."""
+    low, high = figures["interval_90"]
+    return [
+        number(figures["median"], digits),
+        f"{number(figures['min'], digits)} .. {number(figures['max'], digits)}",
+        f"{number(low, digits)} .. {number(high, digits)}",
+    ]
+
+
+def _generation(result: dict[str, Any]) -> list[Any]:
+    requests = "one request alone" if result["requests"] == 1 else f"{result['requests']} requests at once"
+    title = (
+        f"{result['model']}: {requests}, {result['input']}, {result['output_len']} new tokens, "
+        f"{result['rounds']} rounds after a warm-up"
+    )
+    rows = [["corogen tok/s", *spread_words(result["tok_per_s"])]]
+    peer = result.get("peer")
+    if peer is not None:
+        rows.append([f"transformers ({peer['kind']}) tok/s", *spread_words(peer["tok_per_s"])])
+        rows.append(["ratio within a pair", *spread_words(result["ratio"], 3)])
+    parts: list[Any] = [_table(title, ["", "median", "min .. max", "90 % interval of the median"], rows)]
+    if peer is not None:
+        parts.append(_peer_line(result))
+    times = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms")]
+    rows = [[name, *(number(v) for v in result[key].values())] for name, key in times]
+    parts.append(_table("milliseconds", ["", "p50", "p90", "p99"], rows))
+    parts.append(f"tokens a piece: {number(result['tokens_per_piece'], 2)}")
+    return parts
+
+
+def _peer_line(result: dict[str, Any]) -> str:
+    peer = result["peer"]
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in result["ratio"]["values"])
+    return (
+        f"ratios in order: {ratios}; {peer['same_token_share']:.1%} of the tokens come before a first difference; "
+        f"CPU seconds of the idle side: theirs {peer['peer_cpu_s_while_ours_ran']:.3f}, "
+        f"ours {peer['our_cpu_s_while_peer_ran']:.3f}"
+    )
+
+
+def _callers(result: dict[str, Any]) -> list[Any]:
+    title = (
+        f"{result['model']}: {result['requests']} requests of {result['output_len']} new tokens by each kind of "
+        f"caller; bridges with {result['pairs']} queue pairs"
+    )
+    columns = ["", "seconds", "tok/s", "ITL p99 ms", "first .. last answer s", "CPU s here", "CPU s workers"]
+    rows = [_caller_row(one) for one in result["callers"]]
+    parts: list[Any] = [_table(title, columns, rows)]
+    if result["idle"]:
+        columns = ["idle, open:", "seconds", "CPU s here", "CPU s workers", "wake-ups of the engine thread"]
+        parts.append(_table("nothing to do", columns, [_idle_row(one) for one in result["idle"]]))
+    return parts
+
+
+def _caller_row(one: dict[str, Any]) -> list[str]:
+    ends = one["completion_s"]
+    return [
+        one["caller"],
+        number(one["wall_s"], 2),
+        number(one["tok_per_s"]),
+        number(one["itl_ms"]["p99"] if one["itl_ms"] else None),
+        f"{ends['first']:.2f} .. {ends['last']:.2f}",
+        number(one["process_cpu_s"], 2),
+        number(one["worker_cpu_s"], 2),
+    ]
+
+
+def _idle_row(one: dict[str, Any]) -> list[str]:
+    switches = one["engine_thread_switches"]
+    workers = sum(one["worker_cpu_s"].values())
+    return [
+        one["open"],
+        number(one["seconds"]),
+        number(one["process_cpu_s"], 4),
+        number(workers, 4),
+        "-" if switches is None else str(switches),
+    ]
+
+
+def _steps(result: dict[str, Any]) -> list[Any]:
+    rows = [
+        ["engine thread, CPU ms a step", number(result["engine_ms_per_step"], 3)],
+        ["of it the scripted device, not counted above, ms", number(result["device_ms_per_step"], 3)],
+        ["share of the scripted step rate", f"{result['rate_share']:.2%}"],
+        ["consumers, CPU ms a step", number(result["consumer_ms_per_step"], 3)],
+        ["tokens a piece", number(result["tokens_per_piece"], 2)],
+    ]
+    title = f"{result['streams']} streams, {result['steps']} full steps of {number(result['step_time_ms'])} ms"
+    return [_table(title, ["", ""], rows)]
+
+
+_LAYOUTS = {"throughput": _generation, "latency": _generation, "callers": _callers, "steps": _steps}
+
+
+def setting_line(setting: dict[str, Any]) -> str:
+    """Where it was measured, in one line."""
+    versions = setting["versions"]
+    names = ("corogen", "python", "torch", "transformers", "uvloop")
+    listed = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+    threads = f", {setting['threads']} threads" if "threads" in setting else ""
+    return f"{setting['cpu']}, {setting['cpus_usable']} CPUs{threads}; {listed}"
