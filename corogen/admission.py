@@ -59,8 +59,6 @@ class Admission:
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, facts: ModelFacts) -> None:
         self.tokenizer, self.template, self.facts = tokenizer, template, facts
-        # an id the model has no embedding for can come from text only if the tokenizer is the larger one
-        self._text_may_leave_range = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
 
     @classmethod
     def from_folder(cls, folder: Path, config: EngineConfig, *, max_len: int, vocab_size: int) -> Admission:
@@ -155,8 +153,8 @@ class Admission:
         if self.tokenizer is None:
             raise InvalidRequest("there is no tokenizer here: pass the prompt as a list of token ids", param="prompt")
         _refuse_surrogates(text)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._checked_range(ids) if self._text_may_leave_range else ids
+        # a tokenizer may know more tokens than the model embeds
+        return self._checked_range(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _checked_ids(self, ids: list[Any]) -> list[int]:
         for position, token_id in enumerate(ids) if set(map(type, ids)) != {int} else ():

@@ -192,7 +192,10 @@ def _shape(message: dict[str, Any], reads_parts: bool | None) -> dict[str, Any]:
     return message
 
 
-def _is_content(node: jinja2.nodes.Node) -> bool:
+def _is_content(node: jinja2.nodes.Node | None) -> bool:
+    """Whether an expression is a message's content, or a selection of it."""
+    if isinstance(node, jinja2.nodes.Filter):
+        return _is_content(node.node)
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, jinja2.nodes.Getitem):

@@ -171,8 +171,11 @@ def test_text_parts_are_joined_for_a_template_of_strings():
         assert rendered == ChatTemplate(template, TOKENS).render(WHOLE)
 
 
-def test_a_string_becomes_a_part_for_a_template_of_parts():
-    template = ChatTemplate("{% for m in messages %}{% for p in m['content'] %}({{ p.text }}){% endfor %}{% endfor %}")
+@pytest.mark.parametrize(
+    "parts", ["m['content']", "m.content", "m['content'] | selectattr('type', 'equalto', 'text') | list"]
+)
+def test_a_string_becomes_a_part_for_a_template_of_parts(parts):
+    template = ChatTemplate("{% for m in messages %}{% for p in " + parts + " %}({{ p.text }}){% endfor %}{% endfor %}")
     assert template.render(PARTS) == "(Explain )(RoPE)"
     assert template.render(WHOLE) == "(Explain RoPE)"
 

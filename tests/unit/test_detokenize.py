@@ -1,7 +1,7 @@
 """Joined pieces equal the decode of all ids, whatever the ids and whichever decoder the tokenizer has."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -10,6 +10,8 @@ from corogen.testing.tokenizers import byte_level_tokenizer, ids_of, sentencepie
 from corogen.text.detokenize import Detokenizer, scheme_of
 from corogen.text.tokenizer import Tokenizer
 
+#: a busy machine is no fault
+no_deadline = settings(deadline=None)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE = Tokenizer(byte_level_tokenizer(special=("<|bos|>", "<|eos|>", "<tool é>", "<｜end｜>")))
 SPM = Tokenizer(sentencepiece_tokenizer())
@@ -27,6 +29,7 @@ def ids_for(tokenizer):
     return st.lists(random_ids | text, max_size=4).map(lambda parts: [i for part in parts for i in part])
 
 
+@no_deadline
 @given(ids=ids_for(BYTE), skip=st.booleans())
 def test_byte_level_pieces_join_to_what_tokenizers_decodes(ids, skip):
     expected = BYTE.backend.decode(ids, skip_special_tokens=skip)
@@ -47,12 +50,14 @@ def _no_run_mixes_whole_and_broken_characters(ids):
     return True
 
 
+@no_deadline
 @given(ids=ids_for(SPM), skip=st.booleans())
 def test_byte_fallback_pieces_join_to_the_decode(ids, skip):
     joined = "".join(pieces(SPM, ids, skip_special_tokens=skip))
     assert joined == SPM.decode(ids, skip_special_tokens=skip)
 
 
+@no_deadline
 @given(ids=ids_for(SPM).filter(_no_run_mixes_whole_and_broken_characters))
 def test_byte_fallback_equals_tokenizers_unless_a_run_of_bytes_is_partly_broken(ids):
     assert SPM.decode(ids) == SPM.backend.decode(ids, skip_special_tokens=True)
@@ -64,6 +69,7 @@ def test_a_whole_character_stays_when_broken_bytes_follow_in_the_same_run():
     assert SPM.backend.decode(ids) == REPLACEMENT * 4
 
 
+@no_deadline
 @given(text=st.text())
 @example(text="你好，世界 👨‍👩‍👧 é")
 @pytest.mark.parametrize("tokenizer", [BYTE, SPM], ids=["byte", "spm"])
@@ -113,6 +119,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", ["word piece", "metaspace", "metaspace in a sequence", "none"])
+@no_deadline
 @given(ids=st.lists(st.integers(0, 7)), skip=st.booleans())
 def test_other_decoders_join_to_the_decode(name, ids, skip):
     tokenizer = _other(OTHERS[name])
@@ -131,6 +138,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@no_deadline
 @given(ids=st.lists(st.integers(0, 7)), skip=st.booleans())
 def test_shorter_chains_of_the_sentencepiece_kind_are_known_too(name, ids, skip):
     tokenizer = _other(KNOWN[name])

@@ -115,7 +115,13 @@ print(json.dumps(answers + [[m for m in ("torch", "transformers") if m in sys.mo
 def ask(folder, *names, **environment):
     """Resolve each (name, options) in a process of its own, because the hub's client reads its variables at import."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_", "NO_PROXY"))}
-    settings = {"HF_HOME": str(folder), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1", **environment}
+    settings = {
+        "HF_HOME": str(folder),
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "HF_HUB_DISABLE_XET": "1",
+        **environment,
+    }
     run = subprocess.run(
         [sys.executable, "-c", CLIENT, json.dumps(names)],
         env={**clean, **settings},

@@ -1,10 +1,13 @@
 """The stop matcher equals a search of the whole text, however the text is cut, and keeps back no more than it must."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corogen.text.stop import StopMatcher
+
+#: a busy machine is no fault
+no_deadline = settings(deadline=None)
 
 
 def reference(text, stops, include):
@@ -36,11 +39,13 @@ words = st.text(alphabet="ab", min_size=1, max_size=5)
 stop_sets = st.lists(words, min_size=1, max_size=4).map(tuple)
 
 
+@no_deadline
 @given(chunks=st.lists(st.text(alphabet="abc", max_size=5), max_size=12), stops=stop_sets, include=st.booleans())
 def test_equals_a_search_of_the_whole_text_for_any_chunking(chunks, stops, include):
     assert feed(StopMatcher(stops, include), chunks) == reference("".join(chunks), stops, include)
 
 
+@no_deadline
 @given(chunks=st.lists(st.text(alphabet="abc", max_size=4), max_size=8), stops=stop_sets)
 def test_keeps_back_exactly_what_may_still_become_a_stop(chunks, stops):
     matcher, text, sent = StopMatcher(stops, False), "", ""
