@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+
+from corogen.sample import sampler
 from corogen.wire.messages import PrefillRow, Sampling, SlotBlocks, SlotInit, StepInput, WorkerReady, WorkerSpec
+from corogen.workers import runner as runner_module
 from corogen.workers.runner import Runner
 
-BLOCK_SIZE = 16
+GREEDY = Sampling()
 
 
 def make_spec(path: Path | str, **changes: Any) -> WorkerSpec:
@@ -20,7 +25,7 @@ def make_spec(path: Path | str, **changes: Any) -> WorkerSpec:
         "sys_path": [],
         "device": "cpu",
         "dtype": "auto",
-        "block_size": BLOCK_SIZE,
+        "block_size": 16,
         "num_blocks": 128,
         "cache_fraction": 0.5,
         "max_slots": 16,
@@ -31,69 +36,91 @@ def make_spec(path: Path | str, **changes: Any) -> WorkerSpec:
     return WorkerSpec(**{**fields, **changes})
 
 
-class Sequence_:
-    def __init__(self, slot: int, prompt: Sequence[int], sampling: Sampling) -> None:
+def load(path: Path | str, **changes: Any) -> tuple[Runner, WorkerReady]:
+    runner = Runner(make_spec(path, **changes))
+    return runner, runner.load()
+
+
+class Sequence_:  # noqa: N801 (the short name is taken)
+    """One request."""
+
+    def __init__(self, slot: int, prompt: Sequence[int], sampling: Sampling = GREEDY) -> None:
         self.slot, self.prompt, self.sampling = slot, list(prompt), sampling
         self.tokens = list(prompt)
+        self.prompt_len = len(self.prompt)
+        self.started, self.num_computed, self.num_blocks = False, 0, 0
+        #: [vocabulary] for every new token
+        self.logits: list[torch.Tensor] = []
+
+    @property
+    def new(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    def restart(self) -> None:
+        """As after a preemption: everything is computed again, in new blocks."""
+        self.prompt = list(self.tokens)
         self.started, self.num_computed, self.num_blocks = False, 0, 0
 
 
 class Driver:
     """Runs sequences step by step; `chunk` is the most prompt tokens of one sequence in a step."""
 
-    def __init__(self, runner: Runner, chunk: int = 256) -> None:
-        self.runner, self.chunk = runner, chunk
-        self.step = 0
-        self._next_block = 0
-        self._block_size = runner._spec.block_size
-
-    def start(self, slot: int, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Sequence_:
-        return Sequence_(slot, prompt, sampling)
+    def __init__(self, runner: Runner, chunk: int = 256, block_size: int = 16) -> None:
+        self.runner, self.chunk, self._block_size = runner, chunk, block_size
+        self._step = 0
+        # not in order and not neighbours, as in a pool that has been used
+        self._free = [b for start in (1, 0) for b in range(start, 128, 2)]
 
     def run_step(self, sequences: Sequence[Sequence_]) -> None:
-        init, blocks, decode, prefill, sampled = [], [], [], [], []
+        init, blocks, decode, prefill = [], [], [], []
         for s in sequences:
             if not s.started:
-                init.append(SlotInit(s.slot, len(s.prompt), 0, s.sampling))
+                init.append(SlotInit(s.slot, s.prompt_len, 0, s.sampling))
                 s.started = True
             decoding = s.num_computed >= len(s.prompt)
             count = 1 if decoding else min(self.chunk, len(s.prompt) - s.num_computed)
-            fresh = self._blocks(s, s.num_computed + count)
-            if fresh:
+            if fresh := self._take(s, s.num_computed + count):
                 blocks.append(SlotBlocks(s.slot, fresh))
             if decoding:
                 decode.append(s)
             else:
-                done = s.num_computed + count == len(s.prompt)
                 ids = s.prompt[s.num_computed : s.num_computed + count]
+                done = s.num_computed + count == len(s.prompt)
                 prefill.append((s, PrefillRow(s.slot, s.num_computed, ids, done)))
             s.num_computed += count
-        sampled = decode + [s for s, row in prefill if row.sample]
-        message = StepInput(self.step, 0, init, blocks, [s.slot for s in decode], [row for _, row in prefill])
-        self.step += 1
-        for s, token in zip(sampled, self.runner.launch(message).wait(), strict=True):
-            s.tokens.append(token)
+        message = StepInput(self._step, 0, init, blocks, [s.slot for s in decode], [row for _, row in prefill])
+        self._step += 1
+        self._launch(message, decode + [s for s, row in prefill if row.sample])
 
-    def _blocks(self, s: Sequence_, length: int) -> list[int]:
+    def _launch(self, message: StepInput, receivers: list[Sequence_]) -> None:
+        seen: list[torch.Tensor] = []
+
+        def spy(logits: torch.Tensor, rows: Sequence[sampler.SampleRow]) -> torch.Tensor:
+            seen.append(logits.float().cpu())
+            return sampler.sample(logits, rows)
+
+        with mock.patch.object(runner_module, "sample", spy):
+            tokens = self.runner.launch(message).wait()
+        for i, (s, token) in enumerate(zip(receivers, tokens, strict=True)):
+            s.tokens.append(token)
+            s.logits.append(seen[0][i])
+
+    def _take(self, s: Sequence_, length: int) -> list[int]:
         wanted = -(-length // self._block_size) - s.num_blocks
-        fresh = list(range(self._next_block, self._next_block + wanted))
-        self._next_block += wanted
         s.num_blocks += wanted
-        return fresh
+        return [self._free.pop(0) for _ in range(wanted)]
+
+    def finish(self, sequences: Sequence[Sequence_], new_tokens: int) -> None:
+        running = [s for s in sequences if len(s.new) < new_tokens]
+        while running:
+            self.run_step(running)
+            running = [s for s in running if len(s.new) < new_tokens]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, samplings: Sequence[Sampling] | None = None
-    ) -> list[list[int]]:
+    ) -> list[Sequence_]:
         """All prompts at once, `new_tokens` each."""
-        samplings = samplings or [Sampling()] * len(prompts)
-        running = [self.start(i, p, g) for i, (p, g) in enumerate(zip(prompts, samplings, strict=True))]
-        all_ = list(running)
-        while running:
-            self.run_step(running)
-            running = [s for s in running if len(s.tokens) < len(s.prompt) + new_tokens]
-        return [s.tokens[len(s.prompt) :] for s in all_]
-
-
-def load(path: Path | str, **changes: Any) -> tuple[Runner, WorkerReady]:
-    runner = Runner(make_spec(path, **changes))
-    return runner, runner.load()
+        settings = samplings or [GREEDY] * len(prompts)
+        sequences = [Sequence_(i, p, g) for i, (p, g) in enumerate(zip(prompts, settings, strict=True))]
+        self.finish(sequences, new_tokens)
+        return sequences
