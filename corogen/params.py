@@ -115,6 +115,8 @@ class StopRule:
     """What ends an answer, apart from its length."""
 
     token_ids: frozenset[int] = frozenset()
+    #: what to report for those of them that the caller named; the model's own end tokens are no news
+    reasons: Mapping[int, str | int] = field(default_factory=dict)
     strings: tuple[str, ...] = ()
     include: bool = False
 
@@ -230,11 +232,13 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
     given = _given(config)
     check_fields(given, model.vocab_size)
     value = {**ENGINE_DEFAULTS, **(model.defaults if given.get("do_sample") else {}), **given}
-    stop, words = _stop_ids(value, model), stop_strings(value["stop_words"])
+    named = _named_stops(value, model)
+    stop = frozenset(named) if value["ignore_eos"] else frozenset(named) | model.eos_ids
+    words = stop_strings(value["stop_words"])
     room = model.max_len - prompt_len
     return Resolved(
         sampling=_sampling(value, stop, prompt_len),
-        stop=StopRule(stop, words, value["include_stop_str_in_output"]),
+        stop=StopRule(stop, named, words, value["include_stop_str_in_output"]),
         max_new_tokens=min(room, value["max_new_tokens"] or room),
         skip_special_tokens=value["skip_special_tokens"],
         priority=value["priority"],
@@ -251,11 +255,11 @@ def _given(config: GenerationConfig | None) -> dict[str, Any]:
     return config.explicit()
 
 
-def _stop_ids(value: Mapping[str, Any], model: ModelFacts) -> frozenset[int]:
-    """End tokens, stop token ids, and stop strings that are one added token (which decoding may not show)."""
-    ids = set(value["stop_token_ids"] or ())
-    ids.update(model.added_tokens[w] for w in stop_strings(value["stop_words"]) if w in model.added_tokens)
-    return frozenset(ids if value["ignore_eos"] else ids | model.eos_ids)
+def _named_stops(value: Mapping[str, Any], model: ModelFacts) -> dict[int, str | int]:
+    """Stop token ids, and stop strings that are one added token (which decoding may not show), by id."""
+    words = stop_strings(value["stop_words"])
+    named: dict[int, str | int] = {model.added_tokens[w]: w for w in words if w in model.added_tokens}
+    return named | {i: i for i in value["stop_token_ids"] or ()}
 
 
 def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -> Sampling:

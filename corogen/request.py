@@ -84,7 +84,8 @@ class ActiveRequest:
         rest = ""
         if self.request.stop.include and self._detokenizer is not None:
             rest = self._detokenizer.push(token)
-        self._end(rest + self._rest(without_last=not self.request.stop.include), "stop", token)
+        stop = self.request.stop
+        self._end(rest + self._rest(without_last=not stop.include), "stop", stop.reasons.get(token))
 
     def _rest(self, *, without_last: bool = False) -> str:
         """What was held back, or the whole text if nothing was decoded on the way."""

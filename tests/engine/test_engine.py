@@ -27,7 +27,8 @@ async def test_an_answer_has_its_text_ids_lengths_and_reason():
         assert answer.text == "Hello there"
         assert answer.finish_reason == "stop"
         assert answer.generate_token_len == len(answer.token_ids)
-        assert answer.token_ids[-1] == answer.stop_reason == engine._tokenizer.backend.token_to_id("<|eos|>")
+        assert answer.token_ids[-1] == engine._tokenizer.backend.token_to_id("<|eos|>")
+        assert answer.stop_reason is None, "the model's own end is no news"
         assert answer.input_token_len == len("who is it")
         await settle(engine)
         assert_idle(engine)

@@ -226,6 +226,6 @@ class TestEndTokens:
         backend = byte_level_tokenizer(words=("hi", "junk"), special=("<a>", "<b>"))
         eos = ids_of(backend, ["<a>", "<b>"])
         reader = answer(backend, ["hi", "<b>", "junk"], eos=eos, skip_special_tokens=False, streaming=streaming)
-        assert (reader.text, reader.reason, reader.stopped_by) == ("hi", "stop", eos[1])
+        assert (reader.text, reader.reason, reader.stopped_by) == ("hi", "stop", None)
         free = answer(backend, ["hi", "<b>", "junk"], eos=eos, ignore_eos=True, max_new_tokens=3, streaming=streaming)
         assert (free.text, free.reason) == ("hijunk", "length")
