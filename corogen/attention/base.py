@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class Options(NamedTuple):
@@ -97,7 +97,7 @@ def dense_attention(
     """
     if options.softcap is None and options.sinks is None:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=options.scaling, enable_gqa=grouped
         )
     if causal:

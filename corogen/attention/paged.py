@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from corogen.attention.base import Options, dense_attention
 from corogen.attention.cache import KVCache
 from corogen.attention.plan import DecodeGroup, PrefillSpan, StepPlan
-
 
 #: torch gives each thread a scratch buffer of `rows * (keys + 2 + D)` numbers. Only when that is a multiple of a vector
 #: register are all buffers aligned alike, and only then does a result not depend on the thread that computes it.
@@ -74,6 +73,6 @@ def _by_kv_head(
     group = heads // kv_heads
     rows = q.reshape(batch, kv_heads, group, dim)
     if group % _ROWS:
-        rows = F.pad(rows, (0, 0, 0, -group % _ROWS))
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=options.scaling)
+        rows = pad(rows, (0, 0, 0, -group % _ROWS))
+    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=options.scaling)
     return out[:, :, :group].reshape(batch, heads, v.shape[3])

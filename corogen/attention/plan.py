@@ -12,10 +12,10 @@ from corogen.attention.base import causal_mask
 
 
 class RowSpan(NamedTuple):
-    """`count` tokens of one sequence, the first at position `start`; `blocks` is its block table."""
+    """`num_tokens` tokens of one sequence, the first at position `start`; `blocks` is its block table."""
 
     start: int
-    count: int
+    num_tokens: int
     blocks: np.ndarray
 
 
@@ -80,7 +80,7 @@ class Planner:
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _places(self, span: RowSpan) -> np.ndarray:
-        at = np.arange(span.start, span.start + span.count)
+        at = np.arange(span.start, span.start + span.num_tokens)
         return span.blocks[at // self._block_size].astype(np.int64) * self._block_size + at % self._block_size
 
     def _groups(self, rows: Sequence[RowSpan], window: int | None) -> list[DecodeGroup]:
@@ -122,19 +122,19 @@ class Planner:
     def _spans(self, offset: int, rows: Sequence[RowSpan], window: int | None) -> list[PrefillSpan]:
         spans = []
         for row in rows:
-            spans.append(self._span(slice(offset, offset + row.count), row, window))
-            offset += row.count
+            spans.append(self._span(slice(offset, offset + row.num_tokens), row, window))
+            offset += row.num_tokens
         return spans
 
     def _span(self, tokens: slice, row: RowSpan, window: int | None) -> PrefillSpan:
-        narrow = window is not None and row.count > window
+        narrow = window is not None and row.num_tokens > window
         if row.start == 0:
-            mask = self._mask(row.count, 0, row.count, 0, window) if narrow else None
-            return PrefillSpan(tokens, None, row.count, mask)
+            mask = self._mask(row.num_tokens, 0, row.num_tokens, 0, window) if narrow else None
+            return PrefillSpan(tokens, None, row.num_tokens, mask)
         first = 0 if window is None else max(0, row.start - window + 1) // self._block_size
-        begin, end = first * self._block_size, row.start + row.count
+        begin, end = first * self._block_size, row.start + row.num_tokens
         blocks = row.blocks[first : -(-end // self._block_size)].astype(np.int64)
-        mask = self._mask(row.count, row.start, end - begin, begin, window)
+        mask = self._mask(row.num_tokens, row.start, end - begin, begin, window)
         return PrefillSpan(tokens, self._tensor(blocks), end - begin, mask)
 
     def _mask(self, queries: int, first_query: int, keys: int, first_key: int, window: int | None) -> torch.Tensor:

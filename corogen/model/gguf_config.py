@@ -81,7 +81,9 @@ def model_config(metadata: Metadata, tensors: Set[str], rope_factors: list[float
     kind = ARCHITECTURES.get(metadata.architecture)
     if kind is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModel(f"GGUF files of the architecture {metadata.architecture!r} can not be read; only {known}")
+        raise UnsupportedModel(
+            f"GGUF files of the architecture {metadata.architecture!r} can not be read; only {known}"
+        )
     _refuse(metadata, tensors)
     config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
     config |= {ours: v for theirs, ours in _FIELDS.items() if (v := metadata.own(theirs)) is not None}
@@ -101,7 +103,9 @@ def model_config(metadata: Metadata, tensors: Set[str], rope_factors: list[float
 def _refuse(metadata: Metadata, tensors: Set[str]) -> None:
     for key in _REFUSED:
         if metadata.own(key):
-            raise UnsupportedModel(f"{metadata.architecture}.{key}={metadata.own(key)!r} is not supported in GGUF files")
+            raise UnsupportedModel(
+                f"{metadata.architecture}.{key}={metadata.own(key)!r} is not supported in GGUF files"
+            )
     if any(name.startswith("rope_factors_") for name in tensors):
         raise UnsupportedModel("long and short rope factors are not supported in GGUF files")
     heads = metadata.own("attention.head_count")
@@ -125,7 +129,9 @@ def _special(kind: str, metadata: Metadata, tensors: Set[str]) -> dict[str, Any]
 def _rope(metadata: Metadata, factors: list[float] | None, head_dim: int, theta: float) -> dict[str, Any]:
     rotary = metadata.own("rope.dimension_count", head_dim)
     if rotary != head_dim:
-        raise UnsupportedModel(f"rotary positions over {rotary} of {head_dim} dimensions are not supported in GGUF files")
+        raise UnsupportedModel(
+            f"rotary positions over {rotary} of {head_dim} dimensions are not supported in GGUF files"
+        )
     if factors is not None:
         return _llama3(factors, head_dim, theta)
     kind = metadata.own("rope.scaling.type", "none")

@@ -101,7 +101,7 @@ def _sentence_piece(metadata: Metadata) -> Tokenizer:
         vocab=vocab, merges=_merges(vocab, scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(model)
-    spaces = [normalizers.Replace(" ", "▁")]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     ends = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))

@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,6 @@ from corogen.errors import ModelError, ModelNotFound, UnsupportedModel
 
 ATTENTION = "corogen"
 
-#: rope variants whose frequencies depend on the longest sequence of a batch; served up to the length where they switch
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -123,7 +122,7 @@ def positions(config: Any) -> Positions:
             limit = int(declared * setting["factor"])
         elif kind == "yarn":
             limit = max(declared, int((original or declared) * setting["factor"]))
-        elif kind in _LENGTH_DEPENDENT_ROPE and (original or declared) < declared or kind == "dynamic":
+        elif kind == "dynamic" or (kind == "longrope" and (original or declared) < declared):
             limit = int(original or declared)
             warnings.append(
                 f"{kind} rope changes with the longest sequence of a batch: positions are limited to {limit}, "
@@ -153,10 +152,13 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
     _quiet_config(config)
     try:
         with _parameters_on_meta(), no_init_weights(), no_tie_weights():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+            classes: Any = AutoModelForCausalLM
+            model = classes.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise UnsupportedModel(f"{config.model_type} can not be served: {error}") from error
-    if getattr(model.config, "_attn_implementation", None) != ATTENTION:
+    # the flag on the class is no guide: some families lack it and use the interface, some have it from a base class
+    uses_interface = hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not uses_interface or getattr(model.config, "_attn_implementation", None) != ATTENTION:
         raise UnsupportedModel(f"{config.model_type} does not use transformers' attention interface")
     return model.eval()
 
@@ -178,16 +180,15 @@ def _parameters_on_meta() -> Iterator[None]:
         if param is not None and param.device.type != "meta":
             module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    modules: Any = nn.Module
+    modules.register_parameter = register
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        modules.register_parameter = original
 
 
-def forward(
-    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_at: torch.Tensor
-) -> torch.Tensor:
+def forward(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
     """Logits [rows, vocabulary] at the places `logits_at` of the packed tokens `input_ids` [T]."""
     output = model(
         input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=logits_at

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import linear
 
 
 @functools.cache
 def can_pack(dtype: torch.dtype, device_type: str) -> bool:
     """Whether this build and this machine pack weights of `dtype`; found out by trying."""
-    if device_type != "cpu" or not torch.backends.mkldnn.is_available():
+    mkldnn: Any = torch.backends.mkldnn
+    if device_type != "cpu" or not mkldnn.is_available():
         return False
     try:
         layer = PackedLinear(torch.ones(2, 2, dtype=dtype), None)
@@ -48,7 +50,7 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features]; returns [..., out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | PlainLinear:

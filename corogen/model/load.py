@@ -91,7 +91,11 @@ def _read_pickle(file: Path) -> Iterator[tuple[str, Reader]]:
     except Exception as error:
         raise CheckpointError(f"{file} is incomplete or not a checkpoint of plain tensors: {error}") from error
     for name, tensor in tensors.items():
-        yield name, lambda tensor=tensor: tensor
+        yield name, _constant(tensor)
+
+
+def _constant(tensor: torch.Tensor) -> Reader:
+    return lambda: tensor
 
 
 class Loader:
@@ -133,7 +137,7 @@ class Loader:
             else:
                 mapper.collect(target, pattern, name, read)
         for target, tensor in mapper.converted():
-            self._place(target, target, lambda tensor=tensor: tensor)
+            self._place(target, target, _constant(tensor))
         progress(len(tensors), len(tensors))
 
     def _place(self, target: str, name: str, read: Reader) -> None:

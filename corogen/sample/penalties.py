@@ -11,9 +11,7 @@ from corogen.wire.messages import Sampling
 
 def counts_tokens(sampling: Sampling) -> bool:
     """Whether these settings need to know which tokens came before."""
-    return (
-        sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-    )
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 class TokenCounts:

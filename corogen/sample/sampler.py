@@ -64,9 +64,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """One id a row by inverting the distribution, in the order of ids, at the row's own random number."""
     column = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
     temperature, top_p, min_p = _to(torch.tensor(column), logits.device).unbind(1)
-    logits = logits / temperature[:, None]
-    # a tiny temperature makes infinities: keep the best at zero, so that the row is greedy instead of nan
-    logits = logits - logits.amax(-1, keepdim=True)
+    # the best first to zero: a tiny temperature then makes the others minus infinity, and the row greedy
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     logits.nan_to_num_(nan=0.0, posinf=0.0, neginf=float("-inf"))
     _cut_top_k(logits, [r.sampling.top_k for r in rows])
     if any(r.sampling.top_p < 1 for r in rows):

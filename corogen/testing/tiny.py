@@ -67,7 +67,8 @@ def tiny_model(
     path = Path(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        classes: Any = transformers.AutoModelForCausalLM
+        model = classes.from_config(config, dtype=torch.float32)
         _spread(model)
     model.save_pretrained(path)
     if with_tokenizer:
@@ -112,9 +113,8 @@ def tiny_tokenizer(folder: Path | str, *, chat_template: bool = True) -> Path:
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>"
-    )
+    wrapper: Any = transformers.PreTrainedTokenizerFast
+    wrapped = wrapper(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>")
     if chat_template:
         wrapped.chat_template = CHAT_TEMPLATE
     path = Path(folder)

@@ -93,7 +93,7 @@ class SlotTable:
         return slots, rows
 
     def advance(self, step: StepInput, slots: Sequence[int], index: torch.Tensor, ids: torch.Tensor) -> None:
-        """The step was launched: `ids` [n] are the new last tokens of `slots`, which `index` [n] holds on the device."""
+        """The step was launched: `ids` [n] are the new last tokens of `slots`; `index` [n] is `slots` on the device."""
         for s in step.decode:
             self[s].length += 1
         for r in step.prefill:

@@ -29,12 +29,12 @@ class PendingTokens:
     """The ids of a launched step, on their way to the host."""
 
     def __init__(self, ids: torch.Tensor) -> None:
-        self._event = None
+        self._event: Any = None
         self._ids = ids
         if ids.is_cuda:
             self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._ids.copy_(ids, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> list[int]:
@@ -202,7 +202,7 @@ class Runner:
     ) -> torch.Tensor:
         """Logits [rows, vocabulary] at `logits_at`, or of the last token when nothing is to be sampled."""
         plan = self._planner.plan(decode, prefill)
-        places = np.concatenate([np.arange(s.start, s.start + s.count) for s in (*decode, *prefill)])
+        places = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in (*decode, *prefill)])
         at = self._tensor(np.array(logits_at or [plan.num_tokens - 1], np.int64))
         with forward_context(PagedAttention(self._cache, plan)):
             return hf.forward(self._model, ids, self._tensor(places), at)
