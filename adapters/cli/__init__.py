@@ -6,12 +6,30 @@ in this process, so that an answer begins as soon as the worker is ready.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+
 
 def main() -> None:
-    """The console script `corogen`. Always ends with SystemExit: 0, 1 (an error), 2 (usage), 130 (Ctrl-C)."""
+    """The console script `corogen`. Ends with 0, 1 (an error), 2 (usage), 130 (Ctrl-C) or 141 (stdout was closed)."""
     try:
         from corogen.adapters.cli.app import app
 
         app(prog_name="corogen")
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        _leave(130)
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+def _leave(code: int) -> None:
+    """End the process; after a failure without waiting for a thread that is in the middle of a download."""
+    busy = any(not t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    if code and busy:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    raise SystemExit(code)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from corogen.adapters.cli.console import INTERRUPTED, leave, say
+from corogen.adapters.cli.console import say
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions
 from corogen.adapters.cli.serving import open_pipeline
 from corogen.errors import InvalidRequest
@@ -38,28 +38,25 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def say(self, text: str) -> None:
-        """Answer one user message on stdout. What was shown stays in the conversation, also of a stopped answer.
+        """Answer one user message on stdout. What was shown stays in the conversation, also when it was stopped.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; the request is aborted.
-            InvalidRequest: the conversation has become too long, for one; the message is taken back.
+            InvalidRequest: the conversation has become too long, for one.
         """
-        self.messages.append({"role": "user", "content": text})
+        messages = [*self.messages, {"role": "user", "content": text}]
         shown = ""
         try:
-            with self.pipe.stream_infer(list(self.messages), gen_config=self.gen_config) as pieces:
+            with self.pipe.stream_infer(messages, gen_config=self.gen_config) as pieces:
                 for piece in pieces:
                     shown += piece.text
                     sys.stdout.write(piece.text)
                     sys.stdout.flush()
-        except InvalidRequest:
-            self.messages.pop()
-            raise
         finally:
             if shown:
-                self.messages.append({"role": "assistant", "content": shown})
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+                self.messages = [*messages, {"role": "assistant", "content": shown}]
+                sys.stdout.write("\n")
+                sys.stdout.flush()
 
     def command(self, line: str) -> bool:
         """Obey a line that begins with "/"; False if it asks to leave."""
@@ -94,11 +91,7 @@ def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOpti
             _loop(conversation, interactive)
         except KeyboardInterrupt:
             say("")
-            interrupted = True
-        else:
-            interrupted = False
-    if interrupted:
-        leave(INTERRUPTED)
+            raise
 
 
 def _loop(conversation: Conversation, interactive: bool) -> None:

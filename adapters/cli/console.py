@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -50,26 +49,14 @@ def guarded(output: OutputOptions) -> Iterator[None]:
         if output.debug:
             traceback.print_exc()
         say(f"corogen: {error or type(error).__name__}")
-        leave(1)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         if output.debug:
             traceback.print_exc()
-        leave(INTERRUPTED)
+        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        leave(_BROKEN_PIPE)
-
-
-def leave(code: int) -> None:
-    """End the process with `code`, without waiting for a thread that is in the middle of a download."""
-    busy = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon and t.is_alive()]
-    if busy and threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        logging.shutdown()
-        os._exit(code)
-    raise SystemExit(code)
+        raise SystemExit(_BROKEN_PIPE) from None
 
 
 def _set_up_logging(level: str) -> None:
