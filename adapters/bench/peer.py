@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from corogen.errors import CorogenError
 
 #: how transformers generates: a static batch, its continuous batching, or one request alone
 KINDS = ("batch", "continuous", "one")
+
+CHILD = Path(__file__).with_name("peer_child.py")
 
 
 class PeerError(CorogenError):
@@ -36,7 +39,7 @@ class PeerProcess:
     def __init__(self, folder: Path | str, threads: int) -> None:
         self._stderr = tempfile.TemporaryFile("w+b")  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("peer_child.py"))],
+            [sys.executable, "-P", str(CHILD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -88,7 +91,8 @@ class PeerProcess:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):  # what a dead child did not read
+                    pipe.close()
 
     def __enter__(self) -> PeerProcess:
         return self

