@@ -122,6 +122,7 @@ class Runner:
             self._cache = KVCache(layers, count, spec.block_size, self._dtype, self._device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"{count} KV blocks do not fit into memory: {error}") from error
+        self._last_position = places.limit - 1
         self._planner = Planner(spec.block_size, [f.window for f in layers], self._dtype, self._device)
         self._slots = SlotTable(spec.max_slots, self._vocab_size, self._device)
         return places.limit
@@ -203,6 +204,8 @@ class Runner:
         """Logits [rows, vocabulary] at `logits_at`, or of the last token when nothing is to be sampled."""
         plan = self._planner.plan(decode, prefill)
         places = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in (*decode, *prefill)])
+        # a sequence that ended at the last position may be in one more step, whose token nobody wants
+        np.minimum(places, self._last_position, out=places)
         at = self._tensor(np.array(logits_at or [plan.num_tokens - 1], np.int64))
         with forward_context(PagedAttention(self._cache, plan)):
             return hf.forward(self._model, ids, self._tensor(places), at)

@@ -143,6 +143,17 @@ def test_a_failed_step_leaves_the_other_slots_as_they_were(runner: Runner) -> No
     assert s.new == whole.new
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_a_step_beyond_the_last_position_harms_nobody(family: str, make_model: ModelMaker) -> None:
+    """One may be under way when a sequence ends where the context ends."""
+    runner, _ = load(make_model(family))
+    prompts = random_prompts(250, 20)
+    (wanted,) = Driver(runner).generate(prompts[1:], 12)
+    full, short = Driver(runner).generate(prompts, 12)
+    assert len(full.new) == 12
+    assert short.new == wanted.new
+
+
 def test_loading_leaves_torch_as_it_was(make_model: ModelMaker) -> None:
     before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())
     load(make_model("llama"))
