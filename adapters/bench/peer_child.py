@@ -31,7 +31,8 @@ class Peer:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
 
     def ids(self, prompt: Any) -> list[int]:
         """Token ids of messages; ids are taken as they are."""
@@ -58,11 +59,10 @@ class Peer:
         return tokens
 
     def _continuous(self, ids: list[list[int]], new: int) -> list[list[int]]:
-        from transformers import GenerationConfig
+        import transformers
 
-        config = GenerationConfig(
-            max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=self.tokenizer.pad_token_id
-        )
+        make: Any = transformers.GenerationConfig
+        config = make(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=self.tokenizer.pad_token_id)
         out = self.model.generate_batch(inputs=ids, generation_config=config)
         return [list(answer.generated_tokens) for answer in out.values()]
 

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from corogen.adapters.bench.workload import stream_all
 from corogen.config import EngineConfig
+from corogen.errors import ConfigError
 from corogen.params import GenerationConfig
 from corogen.testing import FakeExecutor
 from corogen.wire.messages import StepInput
+
+if TYPE_CHECKING:
+    from corogen.adapters.bench.workload import Round
+    from corogen.text.tokenizer import Tokenizer
 
 _TEXT = "The capital of France is Paris, as everybody knows who has ever been there. 你好, café! "
 _PROMPT_LEN = 16
@@ -63,23 +70,86 @@ class StepCost:
     device_ms_per_step: float
     #: scripted step time over the real one
     rate_share: float
-    #: pieces that consumers received, by token
+    #: CPU time that all consumers together took of their own thread, a step
+    consumer_ms_per_step: float
     tokens_per_piece: float
+    tokenizer: str
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"benchmark": "steps", **asdict(self)}
+        return asdict(self)
 
 
-def step_cost(marks: Sequence[Mark], streams: int, step_time_s: float, tokens_per_piece: float) -> StepCost:
-    """Reduce the marks of full steps to a cost.
+def measure(
+    *,
+    streams: int = 256,
+    step_time_s: float = 0.004,
+    new_tokens: int = 500,
+    tokenizer_folder: Path | None = None,
+) -> StepCost:
+    """Run `streams` scripted answers of `new_tokens` tokens through a pipeline and its engine thread.
+
+    The consumers live on an asyncio loop in the calling thread, one coroutine a stream.
+
+    Args:
+        tokenizer_folder: a model folder whose tokenizer decodes; None: a small byte-level one, one token a byte.
 
     Raises:
-        ValueError: fewer than two full steps.
+        ConfigError: too few tokens for two full steps.
+    """
+    tokenizer, ids = _answer(tokenizer_folder)
+    blocks = streams * (-(-(new_tokens + _PROMPT_LEN) // EngineConfig.block_size) + 1)
+    executor = MeteredExecutor(
+        lambda prompt: ids,
+        step_time_s=step_time_s,
+        num_blocks=blocks,
+        max_positions=new_tokens + _PROMPT_LEN + 1,
+        vocab_size=tokenizer.vocab_size,
+    )
+    config = EngineConfig(max_batch_size=streams, max_prefill_token_num=max(8192, streams))
+    run, cpu = _consume(executor, tokenizer, config, streams, new_tokens)
+    pieces = sum(len(line.arrivals) for line in run.lines)
+    return step_cost(
+        executor.marks,
+        streams=streams,
+        step_time_s=step_time_s,
+        consumer_ms_per_step=cpu / new_tokens * 1e3,
+        tokens_per_piece=run.tokens / pieces,
+        tokenizer=str(tokenizer_folder or "byte-level, one token a byte"),
+    )
+
+
+def _answer(folder: Path | None) -> tuple[Tokenizer, list[int]]:
+    from corogen.testing.tokenizers import byte_level_tokenizer
+    from corogen.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(byte_level_tokenizer(words=())) if folder is None else Tokenizer.from_folder(folder)
+    return tokenizer, tokenizer.encode(_TEXT * 50, add_special_tokens=False)
+
+
+def _consume(
+    executor: MeteredExecutor, tokenizer: Tokenizer, config: EngineConfig, streams: int, new_tokens: int
+) -> tuple[Round, float]:
+    """All streams to their end; with the CPU seconds that this thread used for it."""
+    from corogen.adapters.pipeline import Pipeline
+
+    prompts = [[3 + i % 200] * _PROMPT_LEN for i in range(streams)]
+    gen_config = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    with Pipeline(backend_config=config, executor=executor, tokenizer=tokenizer) as pipe:
+        before = time.thread_time()
+        run = asyncio.run(stream_all(pipe, prompts, gen_config))
+        return run, time.thread_time() - before
+
+
+def step_cost(marks: Sequence[Mark], *, streams: int, step_time_s: float, **more: Any) -> StepCost:
+    """Reduce the marks of full steps to a cost; `more` are the remaining fields of StepCost.
+
+    Raises:
+        ConfigError: fewer than two full steps.
     """
     full = [mark for mark in marks if mark.rows == streams]
     if len(full) < 2:
-        raise ValueError("no two full steps were seen: ask for more tokens")
+        raise ConfigError("no two steps were seen in which every stream got a token: raise the output length")
     count, first, last = len(full) - 1, full[0], full[-1]
     own = sum(mark.own for mark in full[:-1])
     return StepCost(
@@ -89,5 +159,5 @@ def step_cost(marks: Sequence[Mark], streams: int, step_time_s: float, tokens_pe
         engine_ms_per_step=(last.cpu - first.cpu - own) / count * 1e3,
         device_ms_per_step=own / count * 1e3,
         rate_share=step_time_s * count / (last.at - first.at),
-        tokens_per_piece=tokens_per_piece,
+        **more,
     )

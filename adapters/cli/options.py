@@ -69,7 +69,7 @@ class SamplingOptions:
     def config(self) -> GenerationConfig:
         """The request's settings; what was not given stays unset."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "random_seed": self.seed}
-        given = {name: value for name, value in chosen.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         if given:
             given["do_sample"] = True
         if self.max_new_tokens is not None:
@@ -100,7 +100,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     The command's own options come first in its help.
     """
     given = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {p.name: p.annotation for p in given if dataclasses.is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in given if dataclasses.is_dataclass(p.annotation)}
     shown = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in given if p.name not in groups]
     shown += [parameter for group in groups.values() for parameter in _parameters(group)]
 
@@ -110,7 +110,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{f.name: given.pop(f.name) for f in dataclasses.fields(group)})
         command(**given)
 
-    del call.__wrapped__  # type: ignore[attr-defined]
+    del call.__wrapped__
     call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in shown}
     return call
