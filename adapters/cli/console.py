@@ -19,6 +19,8 @@ from corogen.errors import CorogenError
 if TYPE_CHECKING:
     from corogen.wire.messages import StartPhase
 
+logger = logging.getLogger("corogen.cli")
+
 _IMPORTED_AT = time.monotonic()
 
 #: a progress report with a total above this counts bytes
@@ -114,6 +116,7 @@ class StartupView:
     def __call__(self, phase: StartPhase) -> None:
         """The engine enters a phase, or is further in it."""
         if phase.name != self._phase:
+            logger.debug("start-up: %s", phase.name)
             self._close_phase(phase.name)
         if self._progress is None:
             return

@@ -78,7 +78,7 @@ def _callers(result: dict[str, Any]) -> list[Any]:
         f"{result['model']}: {result['requests']} requests of {result['output_len']} new tokens by each kind of "
         f"caller; bridges with {result['pairs']} queue pairs"
     )
-    columns = ["", "seconds", "tok/s", "ITL p99 ms", "first .. last answer s", "CPU s here", "CPU s workers"]
+    columns = ["", "seconds", "tok/s", "ITL p99 ms", "answers within s", "CPU s here", "CPU s workers"]
     rows = [_caller_row(one) for one in result["callers"]]
     parts: list[Any] = [_table(title, columns, rows)]
     if result["idle"]:
@@ -94,7 +94,7 @@ def _caller_row(one: dict[str, Any]) -> list[str]:
         number(one["wall_s"], 2),
         number(one["tok_per_s"]),
         number(one["itl_ms"]["p99"] if one["itl_ms"] else None),
-        f"{ends['first']:.2f} .. {ends['last']:.2f}",
+        number(ends["last"] - ends["first"], 2),
         number(one["process_cpu_s"], 2),
         number(one["worker_cpu_s"], 2),
     ]
