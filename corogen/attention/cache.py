@@ -63,21 +63,21 @@ def block_bytes(layers: Sequence[LayerFacts], block_size: int, dtype: torch.dtyp
 def choose_num_blocks(
     bytes_per_block: int, block_size: int, device: torch.device, fraction: float, max_slots: int, max_len: int
 ) -> int:
-    """How many blocks the memory allows.
+    """How many blocks the memory allows: `fraction` of what is free now.
 
     On a CPU never more than what `max_slots` sequences of `max_len` tokens need, nor than 4 GiB.
 
     Raises:
         ConfigError: not a single block fits.
     """
-    useful = max_slots * -(-max_len // block_size)
     if device.type == "cuda":
         free, what = torch.cuda.mem_get_info(device)[0], "GPU memory"
         budget = int(free * fraction)
+        count = budget // bytes_per_block
     else:
         free, what = available_memory(), "memory"
         budget = min(int(free * fraction), MAX_CPU_CACHE_BYTES)
-    count = min(budget // bytes_per_block, useful)
+        count = min(budget // bytes_per_block, max_slots * -(-max_len // block_size))
     if count < 1:
         raise ConfigError(
             f"no KV block fits: one takes {bytes_per_block / 2**20:.1f} MiB and the cache may take "

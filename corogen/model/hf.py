@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights, no_tie_weights
@@ -71,9 +71,9 @@ def _make_config(stored: dict[str, Any], path: Path) -> Any:
             f"{path}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
             + (", and code inside a model's folder is never run" if "auto_map" in stored else "")
         )
-    fields = {k: v for k, v in stored.items() if k not in ("model_type", "auto_map")}
+    fields = {k: v for k, v in stored.items() if k != "auto_map"}
     try:
-        return AutoConfig.for_model(model_type, **fields)
+        return transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:
         raise ModelError(f"{path} can not be used: {error}") from error
 
@@ -237,11 +237,6 @@ def ignored_keys(model: Any) -> list[re.Pattern[str]]:
     """Names that a checkpoint may hold although the class has no place for them."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [re.compile(p) for p in (*patterns, r"rotary_emb\.inv_freq$")]
-
-
-def optional_keys(model: Any) -> list[re.Pattern[str]]:
-    """Parameters that a checkpoint may lack."""
-    return [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
 
 
 def keeps_float32(model: Any) -> Callable[[str], bool]:

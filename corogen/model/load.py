@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,16 @@ def _read_safetensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, Reade
         yield name, _reader(opened, name)
 
 
+def first_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of the first tensor of numbers, for configs that do not tell."""
+    with ExitStack() as stack:
+        for _, read in read_tensors(find_files(folder)[:1], stack):
+            dtype = read().dtype
+            if dtype.is_floating_point:
+                return dtype
+    return None
+
+
 def _reader(opened: Any, name: str) -> Reader:
     return lambda: opened.get_tensor(name)
 
@@ -123,9 +133,8 @@ class Loader:
             self._tie()
         self._check_missing(folder)
         if self._unexpected:
-            shown = ", ".join(sorted(self._unexpected)[:8])
-            more = f" and {len(self._unexpected) - 8} more" if len(self._unexpected) > 8 else ""
-            self.warnings.append(f"the checkpoint holds tensors that the model has no place for: {shown}{more}")
+            names = _shortened(self._unexpected)
+            self.warnings.append(f"the checkpoint holds tensors that the model has no place for: {names}")
 
     def _place_all(self, tensors: list[tuple[str, Reader]], progress: Progress) -> None:
         mapper = hf.KeyMapper(self._model)
@@ -177,11 +186,13 @@ class Loader:
             self._waiting.pop(target, None)
 
     def _check_missing(self, folder: Path) -> None:
-        optional = hf.optional_keys(self._model)
-        missing = [n for n in self._waiting if not any(p.search(n) for p in optional)]
-        if missing:
-            shown = ", ".join(sorted(missing)[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise CheckpointError(f"the checkpoint in {folder} lacks {len(missing)} tensor(s) of the model: {shown}")
+        if self._waiting:
+            missing = _shortened(self._waiting)
+            raise CheckpointError(f"the checkpoint in {folder} lacks {len(self._waiting)} tensor(s): {missing}")
+
+
+def _shortened(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

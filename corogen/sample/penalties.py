@@ -28,8 +28,13 @@ class TokenCounts:
         self._add(token_ids, token_ids[split:])
 
     def _add(self, seen: Iterable[int], answer: Iterable[int]) -> None:
-        self._seen[torch.tensor(list(seen), dtype=torch.long, device=self._seen.device)] = True
-        self.add_sampled(torch.tensor(list(answer), dtype=torch.long, device=self._seen.device))
+        self._seen.index_fill_(0, self._tensor(seen), True)
+        self.add_sampled(self._tensor(answer))
+
+    def _tensor(self, ids: Iterable[int]) -> torch.Tensor:
+        """To the device without waiting for it."""
+        host = torch.tensor(list(ids), dtype=torch.long)
+        return host if self._seen.device.type == "cpu" else host.pin_memory().to(self._seen.device, non_blocking=True)
 
     def add_sampled(self, token_ids: torch.Tensor) -> None:
         """Ids [n] of the answer that are on the device already."""

@@ -18,7 +18,7 @@ from corogen.errors import ConfigError, ModelNotFound
 from corogen.model import gguf, hf
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
-from corogen.model.load import Loader, own_memory
+from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.probing import probe_layers
 from corogen.sample.sampler import sample
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
@@ -91,7 +91,7 @@ class Runner:
         return folder
 
     def _build(self, config: Any, folder: Path) -> None:
-        self._dtype, note = choose_dtype(self._spec.dtype, hf.stored_dtype(config), self._device)
+        self._dtype, note = choose_dtype(self._spec.dtype, hf.stored_dtype(config) or first_dtype(folder), self._device)
         self._warnings += note
         with hf.quiet():
             model = hf.build_model(config, self._dtype)
