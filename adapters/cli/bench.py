@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -235,8 +236,17 @@ def _show(name: str, result: dict[str, Any], output: OutputOptions) -> None:
     if output.json:
         import json
 
-        print(json.dumps({"benchmark": name, **result}))
+        print(json.dumps(_without_nan({"benchmark": name, **result})))
         return
     from corogen.adapters.cli.tables import show
 
     show(name, result)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -121,6 +121,13 @@ def test_two_sources_of_prompts_exclude_each_other(pipe, tmp_path):
     assert done.exit_code == 2
 
 
+def test_json_has_null_where_there_is_no_figure(monkeypatch):
+    pipe = use(monkeypatch, ScriptedPipeline(pieces("all at once", reason="length")))
+    done = corogen("bench", "latency", "--output-len", "1", "--repeat", "1", "--json", "-q")
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["tpot_ms"] == {"p50": None, "p90": None, "p99": None}
+    assert pipe.closed == 1
+
+
 def test_a_table_without_figures_shows_dashes():
     assert tables.number(None) == tables.number(float("nan")) == "-"
     assert tables.number(1234.567, 2) == "1,234.57"
