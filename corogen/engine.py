@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -147,9 +148,7 @@ class Engine:
             return InlineExecutor()
         from corogen.workers.processes import ProcessExecutor
 
-        return ProcessExecutor(
-            start_timeout_s=self.config.start_timeout_s, step_timeout_s=self.config.step_timeout_s
-        )
+        return ProcessExecutor(start_timeout_s=self.config.start_timeout_s, step_timeout_s=self.config.step_timeout_s)
 
     def _spec(self, path: Path | None) -> WorkerSpec:
         config = self.config
@@ -286,9 +285,13 @@ class Engine:
             InvalidRequest: naming the value and the remedy.
             EngineClosed: the engine is not running.
         """
+        self.check_open()
+        return self.admission.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
+
+    def check_open(self) -> None:
+        """Raise EngineClosed unless requests are taken."""
         if self._refusal is not None:
             raise self._refused()
-        return self.admission.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a prepared request; its output goes to `sink`. Never blocks.
@@ -301,6 +304,7 @@ class Engine:
         from corogen.request import ActiveRequest
 
         limit = self.config.queue_size
+        active, add = ActiveRequest(request, sink, self.admission.tokenizer), self.steps.add
         with self._lock:
             if self._refusal is not None:
                 raise self._refused()
@@ -309,8 +313,8 @@ class Engine:
             if request.id in self._ids:
                 raise InvalidRequest(f"request id {request.id!r} is in use", param="request_id")
             self._ids.add(request.id)
-        active = ActiveRequest(request, sink, self.admission.tokenizer)
-        self._post(self.steps.add, active)
+            self._inbox.append((add, active))  # under the lock: who closes the engine finds it there
+        self._wake()
 
     def abort(self, request_id: str) -> None:
         """End a request as aborted. Safe from any thread, at any time, more than once, and for unknown ids."""
@@ -318,9 +322,18 @@ class Engine:
             with contextlib.suppress(EngineClosed):
                 self._post(self.steps.abort, request_id)
 
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended. Safe from any thread."""
+        with self._lock:
+            return list(self._ids)
+
     def _post(self, function: Callable[[Any], None], argument: Any) -> None:
         """Run `function(argument)` on the engine's loop, before the next plan."""
         self._inbox.append((function, argument))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the engine's loop look into the inbox."""
         with self._lock:
             if self._wake_posted:
                 return
@@ -384,7 +397,7 @@ class Engine:
         Raises what `prepare` and `submit` raise, at the call.
         """
         request = self.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
-        out = Outgoing(Outlet(self.steps.register_outlet), pieces=pieces, index=index)
+        out = Outgoing(Outlet(self.steps.register_outlet), pieces=pieces, index=index, request_id=request.id)
         stream = ResponseStream(self, out, request.id)
         self.submit(request, out)
         return stream
@@ -404,6 +417,18 @@ class Engine:
             return await anext(answer)
 
     # ------------------------------------------------------------------ figures
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The engine's own loop. Raises EngineClosed before the engine has started."""
+        if self._loop is None:
+            raise self._refused()
+        return self._loop
+
+    @property
+    def owns_this_thread(self) -> bool:
+        """Whether the caller runs in the thread of the engine's own loop, where nothing may block."""
+        return threading.get_ident() == self._thread_id
 
     @property
     def admission(self) -> Admission:
@@ -429,6 +454,15 @@ class Engine:
     def run_in_pool(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Run a long piece of text work (tokenising, say) in the engine's own small thread pool."""
         return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+
+    def submit_to_pool(self, function: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """The same from any thread, for work that delivers its result itself. Raises EngineClosed."""
+        try:
+            if self._pool is not None:
+                return self._pool.submit(function)
+        except RuntimeError:
+            pass
+        raise EngineClosed("the engine is closed")
 
     def stats(self) -> EngineStats:
         """A picture of the engine at this moment."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from corogen.errors import InvalidRequest
 from corogen.outputs import FinishReason, Response
 
 if TYPE_CHECKING:
@@ -85,15 +86,17 @@ class Outgoing:
         "index",
         "listener",
         "pieces",
+        "request_id",
     )
 
-    def __init__(self, outlet: Outlet, *, pieces: bool, index: int = 0) -> None:
+    def __init__(self, outlet: Outlet, *, pieces: bool, index: int = 0, request_id: str = "") -> None:
         self._outlet = outlet
+        self.request_id = request_id
         #: whether news are handed out as they come, or only with the end
         self.pieces = pieces
         self.index = index
-        #: called in the consumer's context when `take` may have something
-        self.listener: Callable[[], None] = _nobody
+        #: called in the consumer's context, with this object, when `take` may have something
+        self.listener: Callable[[Outgoing], None] = _nobody
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._count = self._prompt_len = self._cached = 0
@@ -141,7 +144,12 @@ class Outgoing:
     def wake(self) -> None:
         """The outlet's post has arrived."""
         self._marked = False
-        self.listener()
+        self.listener(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has ended the request; the end may still wait to be taken."""
+        return self._ended
 
     @property
     def finished(self) -> bool:
@@ -157,7 +165,7 @@ class Outgoing:
         ids, self._ids = self._ids, []
         if ended and self._error is not None and not (self.pieces and texts):
             self._taken_end = True
-            raise self._error
+            raise _fresh(self._error)
         if self._taken_end:
             return None
         self._count += len(ids)
@@ -168,8 +176,16 @@ class Outgoing:
         return piece
 
 
-def _nobody() -> None:
+def _nobody(out: Outgoing) -> None:
     pass
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """An equal exception: one object must not collect the tracebacks of all who wait for the same engine."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 class Signal:
@@ -183,13 +199,15 @@ class Signal:
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
 
-    def set(self) -> None:
+    def set(self, out: Outgoing | None = None) -> None:
         """Wake the waiter, if there is one."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Sleep until the next `set`."""
+        if self._waiter is not None:
+            raise InvalidRequest("another task waits for the next piece of this stream: a stream has one reader")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
