@@ -201,3 +201,29 @@ class TestGGUFTokenizer:
 
         with pytest.raises(TokenizerError, match="'martian'"):
             self.converted(tmp_path, make_model("llama"), **parts, pre="martian")
+
+    def test_sentence_pieces_with_bytes_for_the_rest(
+        self,
+        tmp_path: Path,
+        make_model: ModelMaker,  # noqa: F811
+    ) -> None:
+        pieces = ["▁Hello", "Hello", "Hell", "ello", "He", "ll", "lo", "▁", *"Helo", "w"]
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+        kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+        scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))]
+        folder = self.converted(
+            tmp_path,
+            make_model("llama"),
+            tokens=tokens,
+            kinds=kinds,
+            merges=[],
+            model="llama",
+            token_scores=scores,
+            bos_token_id=1,
+            eos_token_id=2,
+            unk_token_id=0,
+        )
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        encoded = tokenizer.encode("Hello  wé</s>")
+        assert encoded.tokens == ["<s>", "▁Hello", "▁", "▁", "w", "<0xC3>", "<0xA9>", "</s>"]
+        assert tokenizer.decode(encoded.ids) == "Hello  wé"

@@ -63,7 +63,7 @@ def write_gguf(folder: Path, file: Path, kind: gguf.GGMLQuantizationType, **toke
 def add_tokens(
     writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int], merges: list[str], **metadata: Any
 ) -> None:
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(metadata.pop("model", "gpt2"))
     writer.add_tokenizer_pre(metadata.get("pre", "default"))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
