@@ -1,15 +1,13 @@
-"""corogen serves transformer models: coroutines inside, thin thread-safe adapters outside.
-
-The public names are loaded when they are first used, so that `import corogen` costs next to nothing.
-"""
+"""corogen serves transformer models from Python: coroutines inside, thin thread-safe adapters outside."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from corogen.adapters.loop_thread import EngineThread
     from corogen.adapters.pipeline import Pipeline, pipeline
+    from corogen.adapters.queues import QueueAdapter
     from corogen.config import EngineConfig, PytorchEngineConfig
     from corogen.engine import Engine
     from corogen.errors import (
@@ -52,6 +50,7 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineThread",
     "GenerationConfig",
     "InvalidRequest",
     "ModelError",
@@ -59,6 +58,7 @@ __all__ = [
     "Pipeline",
     "PromptTooLong",
     "PytorchEngineConfig",
+    "QueueAdapter",
     "QueueFullError",
     "RequestAborted",
     "RequestFailed",
@@ -72,27 +72,32 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "WorkerStartError",
+    "__version__",
     "pipeline",
 ]
 
 _HOME = {
-    "Engine": "corogen.engine",
-    "EngineConfig": "corogen.config",
-    "GenerationConfig": "corogen.params",
-    "Pipeline": "corogen.adapters.pipeline",
-    "PytorchEngineConfig": "corogen.config",
-    "Response": "corogen.outputs",
-    "pipeline": "corogen.adapters.pipeline",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "EngineThread": "adapters.loop_thread",
+    "GenerationConfig": "params",
+    "Pipeline": "adapters.pipeline",
+    "PytorchEngineConfig": "config",
+    "QueueAdapter": "adapters.queues",
+    "Response": "outputs",
+    "pipeline": "adapters.pipeline",
 }
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import corogen` costs next to nothing."""
     if name not in __all__:
-        raise AttributeError(f"module 'corogen' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME.get(name, "corogen.errors")), name)
-    globals()[name] = value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"corogen.{_HOME.get(name, 'errors')}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -327,6 +327,11 @@ class Engine:
         with self._lock:
             return list(self._ids)
 
+    def request_ids(self) -> list[str]:
+        """Ids of all requests that have not ended."""
+        with self._lock:
+            return list(self._ids)
+
     def _post(self, function: Callable[[Any], None], argument: Any) -> None:
         """Run `function(argument)` on the engine's loop, before the next plan."""
         self._inbox.append((function, argument))

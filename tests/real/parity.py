@@ -22,14 +22,25 @@ def chats(count, *, longest=700, seed=7):
     return out
 
 
-def generate(model, prompt_ids, new):
+def generate_on(model, prompt_ids, new):
+    """transformers' greedy ids for one prompt, end tokens ignored."""
+    return generate(model, prompt_ids, new, eos_token_id=-1)
+
+
+def generate(model, prompt_ids, new, **options):
     """transformers' greedy ids for one prompt."""
     import torch
 
     with torch.inference_mode():
         ids = torch.tensor([prompt_ids], device=model.device)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, repetition_penalty=1.0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=0,
+            **options,
         )
     return out[0, len(prompt_ids) :].tolist()
 
