@@ -25,7 +25,7 @@ GenConfigs = GenerationConfig | Sequence[GenerationConfig | None] | None
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The checked arguments of one call. `single`: one prompt was given, so one answer is returned or one error raised."""
+    """The checked arguments of one call. `single`: one prompt, so one answer is returned or one error raised."""
 
     prompts: Sequence[Any]
     configs: Sequence[GenerationConfig | None]

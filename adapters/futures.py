@@ -1,52 +1,76 @@
-"""Answers as `concurrent.futures.Future`, for callers that collect results later."""
+"""Requests as `concurrent.futures` futures."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from typing import Any
 
-from corogen.adapters.calls import Call
-from corogen.engine import Engine
+from corogen.adapters.calls import Batch, Call
+from corogen.adapters.loop_thread import EngineThread
 from corogen.outputs import Response
-from corogen.stream import Outgoing, Outlet
 
 
-class ResponseFuture(Future[Response]):
-    """The answer to one prompt. `cancel()` works at any time before the end, and aborts the request.
+class RequestFuture(Future[Any]):
+    """A `concurrent.futures.Future` of one `Response`, or of a list of them when a list of prompts was submitted.
 
-    Callbacks added with `add_done_callback` run in the engine's thread: they must be short and never block.
+    `cancel()` ends the request, also when it runs already. Callbacks run in the engine's thread: they must be short,
+    and a blocking call in one is refused. The future keeps its engine alive until it is done.
     """
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
+    def __init__(self, thread: EngineThread, call: Call) -> None:
         super().__init__()
-        self._engine = engine
-        self.request_id = request_id
+        self._thread: EngineThread | None = thread
+        self._single = call.single
+        self._answers: list[Response | None] = [None] * len(call.prompts)
+        self._arrival = threading.Lock()
+        self._cancelling = threading.Lock()
+        self._batch = Batch(thread.engine, call, thread.portals.direct, self._arrived, pieces=False)
+        self._batch.submit(self._arrived)
+        if not call.prompts:
+            self._settle(None)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids for `Pipeline.abort`."""
+        return self._batch.request_ids
 
     def cancel(self) -> bool:
-        """Cancel and abort the request; False if the answer is there already."""
-        cancelled = super().cancel()
-        if cancelled:
-            self._engine.abort(self.request_id)
-        return cancelled
+        """End the request; False if it is done already."""
+        if not self._cancelling.acquire(blocking=False):
+            return self.cancelled()
+        if not super().cancel():
+            return False
+        self.set_running_or_notify_cancel()  # waiters in wait() and as_completed() hear of it
+        self._batch.abort()
+        self._thread = None
+        return True
 
+    def running(self) -> bool:
+        """Whether the request is under way, waiting for its turn included."""
+        return not self.done()
 
-def submit(engine: Engine, call: Call, outlet: Outlet) -> ResponseFuture:
-    """Submit the one prompt of `call`; raises at once what is wrong with it."""
-    item = call.items[0]
-    request = engine.prepare(item.prompt, item.gen_config, do_preprocess=call.do_preprocess)
-    out = Outgoing(outlet, pieces=False, request_id=request.id)
-    future = ResponseFuture(engine, request.id)
-    out.listener = lambda: _resolve(future, out)
-    engine.submit(request, out)
-    return future
+    def _arrived(self, item: Any) -> None:
+        """Engine's thread, or the submitting one for an item that was refused."""
+        error: BaseException | None = None
+        with self._arrival:
+            if not self._batch.open:
+                return
+            try:
+                answer = self._batch.receive(item)
+                if answer is not None:
+                    self._answers[answer.index] = answer
+            except Exception as failure:
+                error = failure
+            if self._batch.open:
+                return
+        self._settle(error)
 
-
-def _resolve(future: ResponseFuture, out: Outgoing) -> None:
-    with suppress(InvalidStateError):  # it was cancelled
-        try:
-            answer = out.take()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            if answer is not None:
-                future.set_result(answer)
+    def _settle(self, error: BaseException | None) -> None:
+        self._thread = None
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+            if error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(self._answers[0] if self._single else self._answers)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
+from corogen.adapters.portal import Portals, settled
 from corogen.config import EngineConfig
 from corogen.engine import Engine
 from corogen.errors import BlockingCallError, EngineClosed
@@ -19,20 +21,21 @@ from corogen.workers.executor import Executor
 
 Result = TypeVar("Result")
 
-#: seconds beyond its own bound that a close waits for the thread
-_JOIN_S = 30.0
+#: seconds beyond its own bound that a close waits for engine and thread
+_GRACE_S = 30.0
 
 
 class EngineThread:
     """Owns an engine on a loop of its own (uvloop where it is installed), in a daemon thread.
 
-    Arguments are those of `Engine`. The constructor returns when the engine is ready and raises what its start raises;
-    nothing is left behind then. Dropping the last reference closes the engine, too.
+    Arguments are those of `Engine`; `progress` hears of the phases of the start, in the engine's thread. The
+    constructor returns when the engine is ready and raises what its start raises; nothing is left behind then.
+    Dropping the last reference closes the engine, too.
     """
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         config: EngineConfig | None = None,
         *,
         executor: Executor | None = None,
@@ -50,51 +53,90 @@ class EngineThread:
             self._control.ready.result()
         except BaseException:
             self._control.leave()
-            self._thread.join(_JOIN_S)
+            self._thread.join(_GRACE_S)
             raise
+        #: consumer contexts of this engine
+        self.portals = Portals(self.engine, self.loop)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The engine's loop, for `asyncio.run_coroutine_threadsafe`."""
         return self.engine.loop
 
+    @property
+    def closed(self) -> bool:
+        """Whether the thread has ended."""
+        return self._control.ended.done()
+
+    def refuse_blocking(self, what: str) -> None:
+        """Raise BlockingCallError in the engine's own thread, where a blocking call would wait for itself."""
+        if self.engine.owns_this_thread and not self.closed:
+            raise BlockingCallError(
+                f"{what} blocks, and this is the engine's own event loop, which has to answer it: await "
+                "async_batch_infer, async_stream_infer or Engine.generate here, or call from another thread"
+            )
+
     def run(self, coro: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the engine's loop and return its result; from any other thread.
 
         Raises:
             BlockingCallError: called in the engine's own thread, where it would wait for itself.
-            EngineClosed: the loop has ended.
+            EngineClosed: the loop has ended, or ends before the coroutine does.
         """
-        if self.engine.owns_this_thread:
+        try:
+            self.refuse_blocking("EngineThread.run")
+        except BlockingCallError:
             coro.close()
-            raise BlockingCallError("EngineThread.run would wait for the loop that it runs on: await the coroutine")
+            raise
         future = self._start(coro)
         try:
             return future.result()
         except CancelledError:
-            raise EngineClosed("the engine's thread ended before the coroutine did") from None
+            raise EngineClosed("the coroutine was cancelled: the engine's thread ends") from None
         except BaseException:
             future.cancel()
             raise
 
     def _start(self, coro: Coroutine[Any, Any, Result]) -> Future[Result]:
         try:
-            return asyncio.run_coroutine_threadsafe(coro, self.loop)
+            future = asyncio.run_coroutine_threadsafe(coro, self.loop)
         except RuntimeError:
             coro.close()
             raise EngineClosed("the engine's thread has ended") from None
+        self._control.watch(future)
+        return future
 
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """Close the engine and end the thread. Idempotent, from any thread but the engine's own.
 
         Requests that still run get EngineClosed; with `drain` they may finish first, for `timeout_s` at most.
+
+        Raises:
+            BlockingCallError: in the engine's own thread.
+            EngineClosed: engine or thread did not end within half a minute beyond `timeout_s`.
         """
-        if self.engine.owns_this_thread and self._thread.is_alive():
-            raise BlockingCallError("close() would wait for the thread that it runs in: await Engine.aclose()")
+        self.refuse_blocking("close")
+        with contextlib.suppress(EngineClosed, CancelledError):
+            closing = self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s))
+            bound = None if drain and timeout_s is None else (timeout_s or 0.0) + _GRACE_S
+            with contextlib.suppress(TimeoutError):
+                closing.result(bound)
+        self._end()
+
+    async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
+        """The same from a coroutine, on any loop but the engine's own: that loop goes on meanwhile."""
+        self.refuse_blocking("aclose")
         with contextlib.suppress(EngineClosed):
-            self.run(self.engine.aclose(drain=drain, timeout_s=timeout_s))
+            await settled(self.portals.current(), self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s)))
         self._control.leave()
-        self._thread.join(_JOIN_S)
+        await settled(self.portals.current(), self._control.ended)
+        self._end()
+
+    def _end(self) -> None:
+        self._control.leave()
+        self._thread.join(_GRACE_S)
+        if self._thread.is_alive():
+            raise EngineClosed(f"the engine's thread is still busy {_GRACE_S:g} s after it was told to end")
 
     def __enter__(self) -> EngineThread:
         return self
@@ -105,24 +147,56 @@ class EngineThread:
         self.close()
 
     def __del__(self) -> None:
-        control = getattr(self, "_control", None)
-        if control is not None:
-            control.leave()
+        if hasattr(self, "_control"):
+            self._control.leave()
 
 
 class _Control:
-    """What the thread and its owner share: when it is ready, and how to end it."""
+    """What the thread and its owner share: when it is ready, how to end it, who waits for it."""
 
     def __init__(self) -> None:
         self.ready: Future[None] = Future()
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.life: asyncio.Task[None] | None = None
+        self.ended: Future[None] = Future()
+        self._lock = threading.RLock()  # `leave` may come from the collector, in the middle of anything
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._left = False
+        self._waiting: set[Future[Any]] = set()
+
+    def live(self, loop: asyncio.AbstractEventLoop, life: asyncio.Task[None]) -> None:
+        """Engine thread: from now on `leave` has something to cancel."""
+        with self._lock:
+            self._loop, self._life = loop, life
+            if self._left:
+                life.cancel()
 
     def leave(self) -> None:
-        """End the thread's life, at whatever point it is."""
-        if self.loop is not None and self.life is not None:
+        """End the thread's life, at whatever point it is; once."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            loop, life = self._loop, self._life
+        if loop is not None and life is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended
-                self.loop.call_soon_threadsafe(self.life.cancel)
+                loop.call_soon_threadsafe(life.cancel)
+
+    def watch(self, future: Future[Any]) -> None:
+        """`future` is an answer from the loop; it gets EngineClosed if the loop ends first."""
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        if self.ended.done():
+            self._fail(future)
+
+    def end(self) -> None:
+        """Engine thread, last of all: the loop is closed."""
+        self.ended.set_result(None)
+        for future in list(self._waiting):
+            self._fail(future)
+
+    def _fail(self, future: Future[Any]) -> None:
+        with contextlib.suppress(Exception):  # it has just been answered
+            future.set_exception(EngineClosed("the engine's thread has ended"))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -130,23 +204,31 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 def _serve(engine: Engine, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
-    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_live(engine, control, progress))
+    """The thread: its loop is closed with everything on it (tasks, generators, default executor) at the end."""
+    try:
+        with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_live(engine, control, progress))
+    finally:
+        control.end()
 
 
 async def _live(engine: Engine, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
     """Start, stay until cancelled, close."""
-    control.loop, control.life = asyncio.get_running_loop(), asyncio.current_task()
+    life = asyncio.current_task()
+    if life is not None:
+        control.live(asyncio.get_running_loop(), life)
     try:
         await engine.start(progress)
     except BaseException as error:
         control.ready.set_exception(error)
         return
     control.ready.set_result(None)
+    del control, progress
     try:
         await asyncio.Event().wait()  # until `leave`
     finally:

@@ -1,97 +1,86 @@
-"""`Pipeline`: one model, called from anywhere."""
+"""`Pipeline`: one loaded model for callers of every kind, in any thread and on any loop."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from corogen.adapters.calls import AsyncStream, SyncStream, make_call, refuse_to_block
-from corogen.adapters.futures import ResponseFuture, submit
+from corogen.adapters.calls import GenConfigs, check_call
+from corogen.adapters.futures import RequestFuture
 from corogen.adapters.loop_thread import EngineThread
-from corogen.adapters.portal import Portal
-from corogen.adapters.session import Session, SessionStream
+from corogen.adapters.session import ChatStream, Session
+from corogen.adapters.streams import AsyncStream, Stream, collect, collect_async
 from corogen.config import EngineConfig, check_config
-from corogen.engine import Engine
 from corogen.errors import ConfigError, InvalidRequest
 from corogen.outputs import EngineStats, Response, StepRecord
 from corogen.params import GenerationConfig
-from corogen.text.tokenizer import Tokenizer
 from corogen.wire.messages import StartPhase
-from corogen.workers.executor import Executor
+
+if TYPE_CHECKING:
+    from corogen.engine import Engine
+    from corogen.text.tokenizer import Tokenizer
+    from corogen.workers.executor import Executor
 
 logger = logging.getLogger("corogen")
 
-#: arguments of LMDeploy's `pipeline` that have another name or no meaning here
-_FOREIGN_ARGUMENTS = {
-    "chat_template_config": "put a Jinja file or text into EngineConfig(chat_template=...)",
-    "speculative_config": "speculative decoding is not supported",
-    "trust_remote_code": "code from a model's repository is never run",
-    "max_log_len": "prompts are never logged",
-    "allowed_media_domains": "only text models are supported",
-}
+_numbers = itertools.count(1)
+_open: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
-_open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+#: arguments of LMDeploy's pipeline() that have no counterpart -> (LMDeploy's defaults, what to do instead)
+_FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "chat_template_config": ((None,), "set chat_template in EngineConfig to a Jinja file or text"),
+    "max_log_len": ((None,), "prompts are never logged"),
+    "speculative_config": ((None,), "speculative decoding is not supported"),
+    "trust_remote_code": ((None, False), "only model classes of transformers are loaded"),
+}
 
 
 def pipeline(
-    model_path: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
     backend_config: EngineConfig | None = None,
     *,
-    log_level: str | None = None,
+    log_level: str | int | None = None,
+    executor: Executor | None = None,
+    tokenizer: Tokenizer | None = None,
     progress: Callable[[StartPhase], None] | None = None,
-    **options: Any,
+    **overrides: Any,
 ) -> Pipeline:
-    """Load a model and return it ready to be called. Blocks until it is loaded.
+    """Load a model and return the pipeline that serves it. Make one and share it: each loads the model again.
 
     Args:
-        model_path: a folder, a hub id, a `.gguf` file, or the short name `demo`.
+        model: a folder, a hub id, a `.gguf` file, or the short name `demo`. LMDeploy's name `model_path` works, too.
         backend_config: the engine's settings.
-        log_level: level of the `corogen` logger, such as "INFO"; None leaves it alone.
-        progress: hears of each start-up phase, on the engine's thread.
-        options: single fields of EngineConfig, over those of `backend_config`.
+        log_level: of the logger "corogen", such as "INFO"; None: leave it alone.
+        executor, tokenizer: for tests, see `corogen.testing`.
+        progress: hears of the phases of the start, in the engine's thread.
+        overrides: single settings of `EngineConfig`, which replace those of `backend_config`.
 
     Raises:
-        ConfigError: everything that is wrong with the settings, at once; before anything is loaded.
+        ConfigError: everything that is wrong with the settings, before anything is loaded.
         ModelError: the model can not be found, read or served.
+        WorkerStartError: a worker failed; with its traceback.
     """
+    model = overrides.pop("model_path", None) if model is None else model
+    config = _merged(backend_config, overrides)
     if log_level is not None:
-        logging.getLogger("corogen").setLevel(log_level)
-    return Pipeline(model_path, backend_config=_merge(backend_config, options), progress=progress)
-
-
-def _merge(config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
-    foreign = [f"{name}: {_FOREIGN_ARGUMENTS[name]}" for name in options if name in _FOREIGN_ARGUMENTS]
-    if foreign:
-        raise ConfigError(foreign)
-    if config is None:
-        return EngineConfig(**options)
-    check_config(config)
-    return replace(config, **options) if options else config
+        _set_level(log_level)
+    return Pipeline(model, config, executor=executor, tokenizer=tokenizer, progress=progress)
 
 
 class Pipeline:
-    """One model behind an engine thread. Every method may be called from any thread, inside or outside of a loop.
+    """One engine in a thread of its own, and every way to call it. See `pipeline` for the arguments.
 
-    ::
-
-        pipe = pipeline("demo")
-        pipe.infer("Hakuna Matata").text
-        await pipe.async_batch_infer("Hakuna Matata")
-        for piece in pipe.stream_infer("..."): ...
-        async for piece in pipe.async_stream_infer("..."): ...
-        pipe.submit("...")          # a Future
-        pipe.close()                # or `with`, or `async with`
-
-    A prompt is a string (one user message where the model has a chat template, else raw text; always raw with
-    `do_preprocess=False`), a list of messages (a chat), or a list of token ids. A list of those is a batch: results
-    come back in its order, and a prompt that can not be answered becomes `Response(finish_reason="error", ...)` in
-    its place. A single prompt raises. `gen_config` is one config, or a list as long as the batch.
+    A prompt is a string, a list of messages, or a list of token ids; a list of prompts gives a list of answers in the
+    same order. `gen_config` is one `GenerationConfig`, or a list of one for each prompt. `do_preprocess=False` takes a
+    string as raw text, without the chat template. A single prompt raises its error; in a list the bad item becomes a
+    `Response` with `finish_reason="error"` and the others are answered. All methods may be called from any thread.
     """
 
     def __init__(
@@ -103,127 +92,162 @@ class Pipeline:
         tokenizer: Tokenizer | None = None,
         progress: Callable[[StartPhase], None] | None = None,
     ) -> None:
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        _warn_of_second_load(name)
-        self.thread = EngineThread(
-            name, backend_config, executor=executor, tokenizer=tokenizer, progress=progress
-        )
-        self._portal = Portal(self.engine)
-        self._closing = threading.Lock()
-        _open_pipelines.add(self)
+        self._name = "scripted" if model is None else str(model)
+        self._number = next(_numbers)
+        self._thread = EngineThread(model, backend_config, executor=executor, tokenizer=tokenizer, progress=progress)
+        _warn_of_second_load(self)
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {self._number}: {self._name!r}, {'closed' if self._thread.closed else 'open'}>"
+
+    @property
+    def thread(self) -> EngineThread:
+        """The engine's thread, with its `loop` and `run(coro)`."""
+        return self._thread
 
     @property
     def engine(self) -> Engine:
-        """The engine; its coroutines belong to `thread.loop`."""
-        return self.thread.engine
+        """The engine."""
+        return self._thread.engine
 
     @property
     def config(self) -> EngineConfig:
         """The engine's settings."""
         return self.engine.config
 
-    # ------------------------------------------------------------------ sync
+    # ------------------------------------------------------------------ synchronous
 
     def infer(
-        self, prompts: Any, gen_config: Any = None, do_preprocess: bool = True, *, use_tqdm: bool = False
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        *,
+        request_id: str | Sequence[str] | None = None,
+        use_tqdm: bool = False,
     ) -> Any:
-        """The whole answer to one prompt, or the list of answers to a batch. Blocks.
+        """Answer one prompt (a `Response`) or a list of them (a list). `use_tqdm` shows a progress bar on stderr.
 
         Raises:
-            InvalidRequest: a single prompt, or the call itself, can not be right.
-            QueueFullError, EngineClosed, WorkerError: see `corogen.errors`.
-            BlockingCallError: called on the engine's own loop.
+            InvalidRequest: the call or a single prompt is wrong.
+            QueueFullError, WorkerError, RequestFailed: of a single prompt.
+            EngineClosed: the pipeline is closed, or was closed meanwhile.
+            BlockingCallError: on the engine's own loop.
         """
-        call = make_call(prompts, gen_config, do_preprocess)
-        answers: dict[int, Response] = {}
-        with SyncStream(self.engine, call, self._portal.direct(), pieces=False) as stream:
-            for answer in _with_progress(stream, len(call.items)) if use_tqdm else stream:
-                answers[answer.index] = answer
-        return answers[0] if call.single else [answers[i] for i in range(len(call.items))]
+        call = check_call(prompts, gen_config, do_preprocess, request_id)
+        with _progress_bar(len(call.prompts), use_tqdm) as on_answer:
+            answers = collect(self._thread, call, on_answer)
+        return answers[0] if call.single else answers
 
     __call__ = infer
 
-    def stream_infer(self, prompts: Any, gen_config: Any = None, do_preprocess: bool = True) -> SyncStream:
-        """Pieces of one or many answers as they come; those of a batch are told apart by `.index`.
+    def stream_infer(
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        *,
+        request_id: str | Sequence[str] | None = None,
+    ) -> Stream:
+        """Submit, and return an iterator over the pieces, those of several prompts mixed and told apart by `index`.
 
-        Everything is checked and submitted at the call. Leaving the loop cancels what still runs.
+        Raises what `infer` raises; what is known at the call is raised by the call.
         """
-        call = make_call(prompts, gen_config, do_preprocess)
-        return SyncStream(self.engine, call, self._portal.direct())
+        return Stream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
 
     def submit(
-        self, prompt: Any, gen_config: GenerationConfig | None = None, do_preprocess: bool = True
-    ) -> ResponseFuture:
-        """Submit one prompt and return a `concurrent.futures.Future` of its response. Never blocks."""
-        call = make_call(prompt, gen_config, do_preprocess)
-        if not call.single:
-            raise InvalidRequest("submit takes one prompt: call it once for each", param="prompt")
-        return submit(self.engine, call, self._portal.direct())
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        *,
+        request_id: str | Sequence[str] | None = None,
+    ) -> RequestFuture:
+        """Submit, and return a future at once: of a `Response`, or of a list of them for a list of prompts.
 
-    # ------------------------------------------------------------------ async, on any loop
-
-    async def async_batch_infer(self, prompts: Any, gen_config: Any = None, do_preprocess: bool = True) -> Any:
-        """The whole answer to one prompt, or the list of answers to a batch; from asyncio, uvloop or trio.
-
-        Cancelling the caller aborts what still runs. Raises what `infer` raises.
+        Raises what is known at the call, as `infer` does; the rest is raised by the future's `result()`.
         """
-        answers: dict[int, Response] = {}
-        call = make_call(prompts, gen_config, do_preprocess)
-        async with AsyncStream(self.engine, call, *self._portal.here(), pieces=False) as stream:
-            async for answer in stream:
-                answers[answer.index] = answer
-        return answers[0] if call.single else [answers[i] for i in range(len(call.items))]
+        return RequestFuture(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
 
-    def async_stream_infer(self, prompts: Any, gen_config: Any = None, do_preprocess: bool = True) -> AsyncStream:
-        """Pieces of one or many answers as they come; see `stream_infer`. Called inside a running loop."""
-        call = make_call(prompts, gen_config, do_preprocess)
-        return AsyncStream(self.engine, call, *self._portal.here())
+    # ------------------------------------------------------------------ coroutines, on any loop
 
-    # ------------------------------------------------------------------ conversations
+    async def async_batch_infer(
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        *,
+        request_id: str | Sequence[str] | None = None,
+    ) -> Any:
+        """`infer` for coroutines of any asyncio, uvloop or trio loop. Cancelling it aborts what still runs."""
+        call = check_call(prompts, gen_config, do_preprocess, request_id)
+        answers = await collect_async(self._thread, call)
+        return answers[0] if call.single else answers
 
-    def session(self, gen_config: GenerationConfig | None = None) -> Session:
-        """A new conversation for `chat`."""
-        return Session(gen_config)
+    def async_stream_infer(
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        *,
+        request_id: str | Sequence[str] | None = None,
+    ) -> AsyncStream:
+        """`stream_infer` for coroutines: submits at the call; `async for` over it, best inside `async with`.
+
+        Raises what is known at the call, as `infer` does. Long prompts and long lists are prepared in a thread, so
+        that the caller's loop goes on: then errors come with the first piece.
+        """
+        return AsyncStream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
+
+    # ------------------------------------------------------------------ chats
+
+    def session(self, messages: Sequence[dict[str, Any]] = (), gen_config: GenerationConfig | None = None) -> Session:
+        """A new conversation; `messages` come first: a system message, an earlier history."""
+        return Session(messages, gen_config)
 
     def chat(
         self,
-        prompt: str,
+        prompt: Any,
         session: Session | None = None,
         gen_config: GenerationConfig | None = None,
-        *,
         stream_response: bool = False,
     ) -> Any:
-        """Answer one turn of a conversation.
+        """Answer in a conversation: a `Response`, or with `stream_response` a `ChatStream` of its pieces.
 
-        Returns the session, whose `response` is the answer; with `stream_response=True` an iterator of its pieces.
+        The history grows by question and answer once the answer is complete; after an error or an abort it is what it
+        was before.
+
+        Raises:
+            InvalidRequest: the session is answering another question; and what `infer` raises.
         """
-        session = session or self.session()
-        messages = session.begin(prompt)
+        session = Session() if session is None else session
+        if not isinstance(session, Session):
+            raise InvalidRequest(f"session must come from Pipeline.session(), not {session!r}", param="session")
+        messages = session.ask(prompt)
         try:
-            session.stream = self.stream_infer(messages, gen_config or session.gen_config)
+            stream = self.stream_infer(messages, session.gen_config if gen_config is None else gen_config)
         except BaseException:
-            session.finish(messages, None)
+            session.done(messages, None)
             raise
-        pieces = SessionStream(session, messages, session.stream)
-        if stream_response:
-            return pieces
-        with pieces:
-            for _ in pieces:
-                pass
-        return session
+        session.abort_with(stream.close)
+        pieces = ChatStream(session, messages, stream)
+        return pieces if stream_response else _whole(pieces)
 
     # ------------------------------------------------------------------ the rest
 
-    def abort(self, target: str | Session | None = None) -> None:
-        """Abort a request by its id, the running turn of a session, or (None) everything. Safe at any time."""
-        if target is None:
-            ids = self.engine.request_ids()
-        elif isinstance(target, Session):
-            ids = target.stream.request_ids if target.stream is not None else []
+    def abort(self, request: str | Session | None = None) -> None:
+        """End a request by its id, the answer of a session, or (None) everything. Unknown ids are fine.
+
+        Their readers get what there is, with `finish_reason="abort"`.
+        """
+        if isinstance(request, Session):
+            request.abort()
+        elif request is None or isinstance(request, str):
+            for request_id in self.engine.request_ids() if request is None else [request]:
+                self.engine.abort(request_id)
         else:
-            ids = [target]
-        for request_id in ids:
-            self.engine.abort(request_id)
+            raise InvalidRequest(f"abort takes a request id, a session or None, not {request!r}", param="request_id")
 
     def stats(self) -> EngineStats:
         """A picture of the engine at this moment."""
@@ -234,11 +258,17 @@ class Pipeline:
         return self.engine.step_log(count)
 
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
-        """Close the engine and free everything. Waiters get EngineClosed, or their answers with `drain`. Idempotent."""
-        refuse_to_block(self.engine, "await Engine.aclose()")
-        with self._closing:
-            self.thread.close(drain=drain, timeout_s=timeout_s)
-        _open_pipelines.discard(self)
+        """Close the engine. Who still waits gets EngineClosed.
+
+        With `drain` running requests may finish first, for `timeout_s` at most. Idempotent. Raises BlockingCallError on the engine's own loop.
+        """
+        self._thread.close(drain=drain, timeout_s=timeout_s)
+        _open.discard(self)
+
+    async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
+        """`close` for coroutines; their loop goes on meanwhile."""
+        await self._thread.aclose(drain=drain, timeout_s=timeout_s)
+        _open.discard(self)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -254,21 +284,63 @@ class Pipeline:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        import anyio.to_thread
-
-        await anyio.to_thread.run_sync(self.close, abandon_on_cancel=True)
+        await self.aclose()
 
 
-def _warn_of_second_load(model: str | None) -> None:
-    if model is not None and any(pipe.engine.model == model for pipe in list(_open_pipelines)):
-        logger.warning(
-            "%s is loaded in this process already: a second pipeline holds its weights and its KV cache again, and "
-            "both compete for the same cores. One pipeline serves any number of threads and loops",
-            model,
-        )
+def _whole(pieces: ChatStream) -> Response:
+    answer = Response()
+    with pieces:
+        for piece in pieces:
+            answer.extend(piece)
+    return answer
 
 
-def _with_progress(stream: SyncStream, total: int) -> Any:
-    from rich.progress import track
+def _merged(config: EngineConfig | None, overrides: dict[str, Any]) -> EngineConfig:
+    """The config with single settings replaced. Raises one ConfigError for all that is wrong."""
+    problems = []
+    for name in [name for name in overrides if name in _FOREIGN]:
+        value, (defaults, instead) = overrides.pop(name), _FOREIGN[name]
+        if value not in defaults:
+            problems.append(f"{name}, an argument of LMDeploy's pipeline, is not supported: {instead}")
+    config = EngineConfig() if config is None else config
+    try:
+        check_config(config)
+        config = dataclasses.replace(config, **overrides)
+        check_config(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
 
-    return track(stream, description="answering", total=total)
+
+def _set_level(level: str | int) -> None:
+    try:
+        logger.setLevel(level)
+    except (TypeError, ValueError):
+        raise ConfigError(f"log_level must be a level of logging such as 'INFO', not {level!r}") from None
+
+
+def _warn_of_second_load(pipe: Pipeline) -> None:
+    for other in list(_open):
+        if other._name == pipe._name and pipe.engine.model is not None and not other.thread.closed:
+            logger.warning(
+                "%s is loaded again in this process although %r serves it: that takes its memory and start-up time "
+                "twice, and requests of the two are not batched together; share one pipeline between all callers",
+                pipe._name,
+                other,
+            )
+            return
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[Response], None]]:
+    if not shown:
+        yield lambda response: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda response: progress.advance(task)

@@ -6,11 +6,13 @@ News travel from the engine's thread into a context by one post per context and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from corogen.errors import InvalidRequest
@@ -161,7 +163,8 @@ class Portals:
         #: for readers that are woken from the engine's thread: threads with a queue, and tasks of the engine's own loop
         self.direct = Outlet(engine.steps.register_outlet)
         own: Portal = OwnLoopPortal(loop, engine, self.direct)
-        self._portals: weakref.WeakKeyDictionary[object, Portal] = weakref.WeakKeyDictionary({loop: own})
+        self._portals: weakref.WeakKeyDictionary[object, Portal] = weakref.WeakKeyDictionary()
+        self._portals[loop] = own
 
     def current(self) -> Portal:
         """The portal of the coroutine that calls.
@@ -212,3 +215,16 @@ def _abort_on(engine: Engine) -> Callable[[list[Outgoing]], None]:
             engine.abort(out.request_id)
 
     return abort
+
+
+async def settled(portal: Portal, future: Future[Any]) -> None:
+    """Sleep until `future`, of whatever thread, is done; for a coroutine of any loop."""
+    box = portal.mailbox()
+
+    def tell(done: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the coroutine's loop is closed
+            portal.post(box.put, done)
+
+    future.add_done_callback(tell)
+    while not box.items:
+        await box.signal.wait()

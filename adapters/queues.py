@@ -1,84 +1,116 @@
-"""A bridge for applications built on threads and queues. New code is better off with coroutines or futures."""
+"""For applications whose threads talk through queues: requests in on one queue, answers out on another."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
-from collections import deque
+import time
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from corogen.adapters.futures import ResponseFuture
-from corogen.adapters.pipeline import Pipeline
-from corogen.errors import CorogenError, EngineClosed, InvalidRequest
-from corogen.outputs import Response
+from corogen.errors import EngineClosed, InvalidRequest, RequestAborted
 from corogen.params import GenerationConfig
 
-Inbox = queue.Queue[Any] | queue.SimpleQueue[Any]
+if TYPE_CHECKING:
+    from corogen.adapters.futures import RequestFuture
+    from corogen.adapters.pipeline import Pipeline
 
-#: wakes a pair's thread; never seen by the application
-_DONE, _STOP = object(), object()
+_keys = itertools.count(1)
 
-#: seconds that removing a pair waits for its last answers to be handed over
-_JOIN_S = 10.0
+#: seconds that a writer has to empty itself into its outbox once its last answer is there
+_FLUSH_S = 5.0
+
+
+class AnyQueue(Protocol):
+    """What the adapter needs of a queue: `queue.Queue` and `queue.SimpleQueue` have it."""
+
+    def get(self) -> Any:
+        """Block until there is an item."""
+
+    def put(self, item: Any, /) -> Any:
+        """Add an item; may block while the queue is full."""
 
 
 class QueueAdapter:
-    """Serves pairs of queues: prompts in, responses (or the exceptions that took their place) out.
+    """Answers what is put into queues. For legacy threads; in new code await the pipeline.
 
-    An item is a prompt, or a tuple `(prompt, GenerationConfig)`. The requests of one inbox run concurrently, and
-    their answers come out in the order in which they went in. Each pair has one daemon thread, which sleeps in
-    `inbox.get()`; nothing is polled. A full outbox holds up its own pair and nobody else.
+    ::
+
+        bridge = QueueAdapter(pipe)
+        bridge.add(inbox, outbox)
+        inbox.put("Hakuna Matata"); print(outbox.get().text)
+
+    An item is a prompt, or a pair of a prompt and a `GenerationConfig`. For each item the outbox gets its `Response`,
+    or the exception, in the order of the items; the requests of one inbox run at the same time. Nothing polls: each
+    pair has a thread that sleeps in `inbox.get()`, and one that carries answers to the outbox, so that a full outbox
+    holds up nobody else. Where the inbox has `task_done`, it is called once the answer is in the outbox.
+
+    Args:
+        gen_config: for items that bring none.
     """
 
     def __init__(self, pipe: Pipeline, gen_config: GenerationConfig | None = None) -> None:
+        if gen_config is not None and not isinstance(gen_config, GenerationConfig):
+            raise InvalidRequest(f"gen_config must be a GenerationConfig, not {gen_config!r}", param="gen_config")
         self._pipe, self._gen_config = pipe, gen_config
-        self._pairs: dict[int, _Pair] = {}
         self._lock = threading.Lock()
+        self._pairs: dict[int, _Pair] = {}
         self._closed = False
 
-    def add(self, inbox: Inbox, outbox: Inbox) -> None:
-        """Serve a pair from now on. One inbox belongs to one pair; an outbox may be shared.
+    def add(self, inbox: AnyQueue, outbox: AnyQueue) -> None:
+        """Serve a pair of queues from now on.
 
         Raises:
-            InvalidRequest: not a FIFO queue of this process, or an inbox that is served already.
-            EngineClosed: the adapter is closed.
+            InvalidRequest: the inbox is served already.
+            EngineClosed: the adapter or the pipeline is closed.
         """
-        for name, box in (("inbox", inbox), ("outbox", outbox)):
-            if not isinstance(box, queue.Queue | queue.SimpleQueue) or isinstance(
-                box, queue.PriorityQueue | queue.LifoQueue
-            ):
-                raise InvalidRequest(f"{name} must be a queue.Queue or queue.SimpleQueue, not {box!r}", param=name)
+        self._pipe.engine.check_open()
         with self._lock:
             if self._closed:
                 raise EngineClosed("the queue adapter is closed")
             if id(inbox) in self._pairs:
-                raise InvalidRequest("this inbox is served already", param="inbox")
-            self._pairs[id(inbox)] = _Pair(self._pipe, self._gen_config, inbox, outbox)
+                raise InvalidRequest("this inbox is served already: one outbox for each inbox", param="inbox")
+            self._pairs[id(inbox)] = pair = _Pair(self._pipe, self._gen_config, inbox, outbox)
+        pair.start()
 
-    def remove(self, inbox: Inbox) -> None:
-        """Stop serving a pair. What was put before is still answered; returns when it is handed over.
-
-        Raises:
-            InvalidRequest: no such pair.
-        """
+    def remove(self, inbox: AnyQueue) -> None:
+        """Stop serving an inbox. What lies in it already is still answered. Unknown inboxes are fine."""
         with self._lock:
             pair = self._pairs.pop(id(inbox), None)
-        if pair is None:
-            raise InvalidRequest("this inbox is not served", param="inbox")
-        pair.stop()
-        pair.join()
+        if pair is not None:
+            pair.stop()
 
-    def close(self) -> None:
-        """Remove every pair. Idempotent."""
+    def close(self, *, timeout_s: float | None = 30.0) -> None:
+        """Stop serving. Running requests are answered; after `timeout_s` they are aborted and what there is comes out.
+
+        Items that nobody has taken from their inbox yet get EngineClosed. Idempotent.
+
+        Raises:
+            BlockingCallError: on the engine's own loop.
+        """
+        self._pipe.thread.refuse_blocking("QueueAdapter.close")
+        pairs = self._leave()
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for pair in pairs:
+            pair.join(None if end is None else max(0.0, end - time.monotonic()))
+        for pair in pairs:
+            pair.abort()
+        for pair in pairs:
+            pair.join(_FLUSH_S)
+
+    def _leave(self) -> list[_Pair]:
         with self._lock:
             self._closed = True
-            pairs, self._pairs = list(self._pairs.values()), {}
+            pairs = list(self._pairs.values())
+            self._pairs.clear()
         for pair in pairs:
+            pair.refuse()
             pair.stop()
-        for pair in pairs:
-            pair.join()
+        return pairs
 
     def __enter__(self) -> QueueAdapter:
         return self
@@ -89,97 +121,112 @@ class QueueAdapter:
         self.close()
 
 
+@dataclass(frozen=True)
+class _Stop:
+    """The private item that wakes the reader of one pair, and no other's."""
+
+    key: int
+
+
 class _Pair:
-    """One inbox, one outbox, one thread.
+    """One inbox, one outbox, two sleeping threads."""
 
-    The thread sleeps in `inbox.get()`, so a finished answer must wake it there: the engine's thread puts `_DONE`
-    into the inbox, at most one at a time. When the inbox is full the thread is awake anyway.
-    """
+    def __init__(self, pipe: Pipeline, gen_config: GenerationConfig | None, inbox: AnyQueue, outbox: AnyQueue) -> None:
+        self._pipe, self._gen_config, self._inbox, self._outbox = pipe, gen_config, inbox, outbox
+        self._stop = _Stop(next(_keys))
+        self._refusing = False
+        self._running: set[RequestFuture] = set()
+        #: futures and exceptions in the order of their items; None: the end
+        self._accepted: queue.SimpleQueue[RequestFuture | BaseException | None] = queue.SimpleQueue()
+        name = f"corogen-queue-{self._stop.key}"
+        self._reader = threading.Thread(target=self._read, name=f"{name}-in", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name}-out", daemon=True)
 
-    def __init__(self, pipe: Pipeline, gen_config: GenerationConfig | None, inbox: Inbox, outbox: Inbox) -> None:
-        self._pipe, self._gen_config = pipe, gen_config
-        self._inbox, self._outbox = inbox, outbox
-        self._pending: deque[ResponseFuture | BaseException] = deque()
-        self._lock = threading.Lock()
-        self._wake_posted = False
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="corogen-queue", daemon=True)
-        self._thread.start()
+    def start(self) -> None:
+        """Begin to serve."""
+        self._reader.start()
+        self._writer.start()
 
     def stop(self) -> None:
-        """No item that is put after this is served."""
-        try:
-            self._inbox.put(_STOP, timeout=_JOIN_S)
-        except queue.Full:
-            self._stopping = True
+        """Wake the reader for the last time; what lies in the inbox already comes first."""
+        with contextlib.suppress(Exception):  # the queue was shut down, as its reader knows
+            self._inbox.put(self._stop)
 
-    def join(self) -> None:
-        """Wait until the thread has handed over its last answer; bounded, for an outbox that nobody empties."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
+    def refuse(self) -> None:
+        """Answer with EngineClosed what is read from now on."""
+        self._refusing = True
 
-    def _serve(self) -> None:
-        while not self._stopping:
-            self._handle(self._inbox.get())
-            self._deliver_finished()
-        while self._wake_posted:  # leave nothing of ours in the application's queue
-            self._handle(self._inbox.get())
-        for entry in self._pending:
-            self._deliver(entry)
+    def abort(self) -> None:
+        """End the requests that still run."""
+        for future in list(self._running):
+            for request_id in future.request_ids:
+                self._pipe.abort(request_id)
 
-    def _handle(self, item: Any) -> None:
-        if item is _STOP or item is _DONE:
-            self._task_done()
-            with self._lock:
-                self._stopping = self._stopping or item is _STOP
-                self._wake_posted = self._wake_posted and item is not _DONE
+    def join(self, timeout_s: float | None) -> None:
+        """Wait until the last answer is in the outbox."""
+        self._writer.join(timeout_s)
+
+    # ------------------------------------------------------------------ reader
+
+    def _read(self) -> None:
+        with contextlib.suppress(Exception):  # the inbox was shut down
+            while self._takes(self._inbox.get()):
+                pass
+        self._accepted.put(None)
+
+    def _takes(self, item: Any) -> bool:
+        """Submit an item; False if it is the end."""
+        if not isinstance(item, _Stop):
+            self._accepted.put(self._accept(item))
+        elif item.key == self._stop.key:
+            self._item_done()
+            return False
         else:
-            self._pending.append(self._submit(item))
+            self._inbox.put(item)  # the reader of another adapter waits for it
+            self._item_done()
+        return True
 
-    def _submit(self, item: Any) -> ResponseFuture | BaseException:
+    def _accept(self, item: Any) -> RequestFuture | BaseException:
+        """The future of an item, or what is wrong with it."""
+        config = self._gen_config
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], GenerationConfig):
+            item, config = item
         try:
-            prompt, config = self._split(item)
-            future = self._pipe.submit(prompt, config)
-        except CorogenError as error:
+            if self._refusing:
+                raise EngineClosed("the queue adapter was closed before this item was taken")
+            future = self._pipe.submit(item, config)
+        except Exception as error:
             return error
-        future.add_done_callback(self._answered)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
         return future
 
-    def _split(self, item: Any) -> tuple[Any, GenerationConfig | None]:
-        if not isinstance(item, tuple):
-            return item, self._gen_config
-        if len(item) != 2:
-            raise InvalidRequest(f"an item is a prompt or (prompt, GenerationConfig), not a tuple of {len(item)}")
-        return item[0], self._gen_config if item[1] is None else item[1]
+    # ------------------------------------------------------------------ writer
 
-    def _answered(self, future: Any) -> None:
-        """Engine's thread: wake ours."""
-        with self._lock:
-            if self._stopping or self._wake_posted:
-                return
-            self._wake_posted = True
-            try:
-                self._inbox.put_nowait(_DONE)
-            except queue.Full:
-                self._wake_posted = False
+    def _write(self) -> None:
+        try:
+            while (accepted := self._accepted.get()) is not None:
+                self._outbox.put(_result(accepted))
+                self._item_done()
+        except Exception:  # the outbox was shut down: nobody wants the rest
+            self.refuse()
+            self.abort()
 
-    def _deliver_finished(self) -> None:
-        while self._pending and (isinstance(self._pending[0], BaseException) or self._pending[0].done()):
-            self._deliver(self._pending.popleft())
-
-    def _deliver(self, entry: ResponseFuture | BaseException) -> None:
-        self._outbox.put(entry if isinstance(entry, BaseException) else _outcome(entry))
-        self._task_done()
-
-    def _task_done(self) -> None:
-        """Keep `inbox.join()` meaningful: an item is done when its answer is in the outbox."""
-        if isinstance(self._inbox, queue.Queue):
-            with contextlib.suppress(ValueError):  # the application counts for itself
-                self._inbox.task_done()
+    def _item_done(self) -> None:
+        """For those who wait in `Queue.join`."""
+        done = getattr(self._inbox, "task_done", None)
+        if done is not None:
+            with contextlib.suppress(ValueError):  # somebody else counts, too
+                done()
 
 
-def _outcome(future: ResponseFuture) -> Response | BaseException:
+def _result(accepted: RequestFuture | BaseException) -> Any:
+    """What the outbox gets: the answer, or the exception instead of it."""
+    if isinstance(accepted, BaseException):
+        return accepted
     try:
-        return future.result()
-    except BaseException as error:
+        return accepted.result()
+    except CancelledError:
+        return RequestAborted("the request was cancelled")
+    except Exception as error:
         return error

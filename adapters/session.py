@@ -1,88 +1,110 @@
-"""Conversations: the history lives with the caller, and every turn sends it whole."""
+"""Chats: a history of messages on the caller's side. The prefix cache makes sending it again cheap."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from corogen.adapters.calls import SyncStream
+from corogen.adapters.streams import Stream
 from corogen.errors import InvalidRequest
 from corogen.outputs import Response
 from corogen.params import GenerationConfig
 
 
 class Session:
-    """One conversation. A turn that fails, or is aborted, leaves `messages` as they were."""
+    """One conversation. `Pipeline.chat` answers in it; only a complete answer becomes part of its history.
 
-    def __init__(self, gen_config: GenerationConfig | None = None) -> None:
-        #: the conversation so far, as a chat
-        self.messages: list[dict[str, Any]] = []
+    Args:
+        messages: what comes before the first question: a system message, an earlier history.
+        gen_config: for questions that bring none.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]] = (), gen_config: GenerationConfig | None = None) -> None:
         self.gen_config = gen_config
-        #: the last answer
+        #: the last complete answer
         self.response: Response | None = None
-        self.stream: SyncStream | None = None
+        #: the messages so far; may be read and changed between questions
+        self.history: list[dict[str, Any]] = [dict(message) for message in messages]
         self._busy = threading.Lock()
+        self._abort: Callable[[], None] | None = None
 
-    @property
-    def history(self) -> list[tuple[str, str]]:
-        """Pairs of what the user said and what was answered."""
-        said = [m["content"] for m in self.messages if m["role"] == "user"]
-        answered = [m["content"] for m in self.messages if m["role"] == "assistant"]
-        return list(zip(said, answered, strict=False))
+    def ask(self, prompt: Any) -> list[dict[str, Any]]:
+        """The messages that put `prompt` (a text, a message or a list of messages) into this conversation.
 
-    def reset(self) -> None:
-        """Forget the conversation."""
-        self.messages, self.response = [], None
+        The session is busy from here until `done`.
 
-    def begin(self, prompt: str) -> list[dict[str, Any]]:
-        """The chat to send for the next turn. A second turn at the same time is refused with InvalidRequest."""
-        if not isinstance(prompt, str):
-            raise InvalidRequest(f"a turn of a conversation is a string, not {type(prompt).__name__}", param="prompt")
+        Raises:
+            InvalidRequest: another question is being answered, or `prompt` is no message.
+        """
+        new = _messages(prompt)
         if not self._busy.acquire(blocking=False):
-            raise InvalidRequest("the session is answering already: wait for it, or use a second session")
-        return [*self.messages, {"role": "user", "content": prompt}]
+            raise InvalidRequest(
+                "this session is answering another question: wait for it, or make a session for each conversation",
+                param="session",
+            )
+        return [*self.history, *new]
 
-    def finish(self, messages: list[dict[str, Any]], answer: Response | None) -> None:
-        """End the turn; only a complete answer becomes part of the conversation."""
+    def done(self, messages: list[dict[str, Any]], answer: Response | None) -> None:
+        """The question was answered (or not: None); a complete answer enters the history."""
         if answer is not None and answer.finish_reason in ("stop", "length"):
-            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+            self.history = [*messages, {"role": "assistant", "content": answer.text}]
             self.response = answer
-        self.stream = None
+        self._abort = None
         self._busy.release()
 
-    def __repr__(self) -> str:
-        return self.response.text if self.response is not None else "Session()"
+    def abort_with(self, abort: Callable[[], None]) -> None:
+        """What `abort` does from now on, until `done`."""
+        self._abort = abort
+
+    def abort(self) -> None:
+        """End the answer that is being generated, if there is one. From any thread."""
+        abort = self._abort
+        if abort is not None:
+            abort()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.history = []
 
 
-class SessionStream:
-    """Pieces of one turn; the conversation grows when the last piece has been read."""
+class ChatStream:
+    """The pieces of an answer in a session; an iterator and context manager. Read to its end, it enters the history."""
 
-    def __init__(self, session: Session, messages: list[dict[str, Any]], stream: SyncStream) -> None:
+    def __init__(self, session: Session, messages: list[dict[str, Any]], stream: Stream) -> None:
         self._session, self._messages, self._stream = session, messages, stream
-        self._answer = Response()
-        self._finished = False
+        self._answer, self._over = Response(), False
 
-    def __iter__(self) -> SessionStream:
+    def __iter__(self) -> ChatStream:
         return self
 
     def __next__(self) -> Response:
+        """The next piece. Raises what `Stream` raises."""
         try:
             piece = next(self._stream)
+        except StopIteration:
+            self._finish(self._answer)
+            raise
         except BaseException:
-            self.close()
+            self._finish(None)
             raise
         self._answer.extend(piece)
+        if piece.finish_reason is not None:
+            self._finish(self._answer)
         return piece
 
     def close(self) -> None:
-        """End the turn: abort it if it still runs, keep it if it is complete."""
-        if not self._finished:
-            self._finished = True
-            self._stream.close()
-            self._session.finish(self._messages, self._answer)
+        """Abort the answer if it still runs; the history stays what it was."""
+        self._stream.close()
+        self._finish(None)
 
-    def __enter__(self) -> SessionStream:
+    def _finish(self, answer: Response | None) -> None:
+        if not self._over:
+            self._over = True
+            self._session.done(self._messages, answer)
+
+    def __enter__(self) -> ChatStream:
         return self
 
     def __exit__(
@@ -91,4 +113,16 @@ class SessionStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_over"):
+            self.close()
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    items = [prompt] if isinstance(prompt, Mapping) else prompt
+    if isinstance(items, list | tuple) and items and all(isinstance(item, Mapping) for item in items):
+        return [dict(item) for item in items]
+    raise InvalidRequest(
+        f"in a chat the prompt is a text, a message or a list of messages, not {prompt!r}", param="prompt"
+    )

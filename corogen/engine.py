@@ -77,7 +77,7 @@ class Engine:
             raise ConfigError(f"the model must be a name or a path, not {model!r}")
         self.model = None if model is None else os.fspath(model)
         self._executor, self._tokenizer = executor, tokenizer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that the collector drops may abort in the middle of a submit
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._wake_posted = False
         self._ids: set[str] = set()
@@ -139,7 +139,8 @@ class Engine:
         resolve = functools.partial(
             resolve_model, self.model, revision=config.revision, download_dir=config.download_dir, progress=report
         )
-        return await self.run_in_pool(resolve)
+        path: Path = await self.run_in_pool(resolve)
+        return path
 
     def _make_executor(self) -> Executor:
         if self.config.distributed_executor_backend == "uni":
@@ -324,11 +325,6 @@ class Engine:
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended. Safe from any thread."""
-        with self._lock:
-            return list(self._ids)
-
-    def request_ids(self) -> list[str]:
-        """Ids of all requests that have not ended."""
         with self._lock:
             return list(self._ids)
 

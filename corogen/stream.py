@@ -156,11 +156,6 @@ class Outgoing:
         """Whether the end has been taken."""
         return self._taken_end
 
-    @property
-    def ended(self) -> bool:
-        """Whether the engine is done with the request; its end may not have been taken yet."""
-        return self._ended
-
     def take(self) -> Response | None:
         """Everything that is new as one response, or None. Raises the request's error, once, after its last piece."""
         ended = self._ended  # read before the buffers: what comes with the end is in them
