@@ -260,7 +260,8 @@ class Pipeline:
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """Close the engine. Who still waits gets EngineClosed.
 
-        With `drain` running requests may finish first, for `timeout_s` at most. Idempotent. Raises BlockingCallError on the engine's own loop.
+        With `drain` running requests may finish first, for `timeout_s` at most. Idempotent. Raises BlockingCallError
+        on the engine's own loop.
         """
         self._thread.close(drain=drain, timeout_s=timeout_s)
         _open.discard(self)

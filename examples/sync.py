@@ -1,0 +1,19 @@
+"""Plain synchronous code: one prompt, a list, a stream, a conversation."""
+
+from corogen import GenerationConfig, pipeline
+
+short = GenerationConfig(max_new_tokens=32)
+
+with pipeline("demo") as pipe:
+    print(pipe.infer("Hakuna Matata", short).text)
+
+    for answer in pipe.infer(["Name three colours.", "Name three animals."], short):
+        print(answer.index, answer.text)
+
+    for piece in pipe.stream_infer("What is the capital of France?", short):
+        print(piece.text, end="", flush=True)
+    print()
+
+    chat = pipe.session()
+    print(pipe.chat("Hi, I am Ada.", session=chat, gen_config=short).text)
+    print(pipe.chat("What is my name?", session=chat, gen_config=short).text)
