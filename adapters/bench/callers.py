@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,21 +190,22 @@ def measure(
     config = GenerationConfig(max_new_tokens=output_len, ignore_eos=True)
     count = pairs or len(prompts)
     engine_thread = pipe.thread.run(_native_id())
+    workers = machine.children()  # once: reading /proc takes seconds beside a thread that spins
     say("warm-up")
     by_gather(pipe, prompts, config)
     found: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
     for turn in range(repeat):
         for name, caller in _DIRECT.items():
-            found.append({"caller": name, **_measured(lambda c=caller: c(pipe, prompts, config))})  # type: ignore[misc]
+            found.append({"caller": name, **_measured(workers, lambda c=caller: c(pipe, prompts, config))})  # type: ignore[misc]
             say(_line(found[-1]))
         for name, bridge in _BRIDGES.items():
             with bridge(pipe, config, count) as clients:
-                found.append({"caller": name, **_measured(lambda c=clients: c.answer(prompts))})  # type: ignore[misc]
+                found.append({"caller": name, **_measured(workers, lambda c=clients: c.answer(prompts))})  # type: ignore[misc]
                 say(_line(found[-1]))
                 if idle_s and turn == repeat - 1:
                     say(f"idle for {idle_s:g} s")
-                    idle.append({"open": name, **idle_figures(engine_thread, idle_s)})
+                    idle.append({"open": name, **idle_figures(workers, engine_thread, idle_s)})
     return {"requests": len(prompts), "output_len": output_len, "pairs": count, "callers": found, "idle": idle}
 
 
@@ -212,8 +213,7 @@ async def _native_id() -> int:
     return threading.get_native_id()
 
 
-def _measured(go: Callable[[], list[Finished]]) -> dict[str, Any]:
-    workers = machine.children()
+def _measured(workers: Iterable[int], go: Callable[[], list[Finished]]) -> dict[str, Any]:
     before = {pid: machine.cpu_seconds(pid) or 0.0 for pid in workers}
     own, start = time.process_time(), time.perf_counter()
     done = go()
@@ -235,13 +235,13 @@ def _line(result: dict[str, Any]) -> str:
     return f"{result['caller']}: {result['wall_s']:.2f} s, {result['process_cpu_s']:.2f} s of CPU in this process"
 
 
-def idle_figures(engine_thread: int, idle_s: float) -> dict[str, Any]:
+def idle_figures(workers: Mapping[int, str], engine_thread: int, idle_s: float) -> dict[str, Any]:
     """CPU seconds of every process over `idle_s` seconds in which this thread sleeps, and the engine thread's wake-ups.
 
     Args:
+        workers: the other processes, pid to name.
         engine_thread: native id of the engine's thread.
     """
-    workers = machine.children()
     switches = machine.voluntary_switches(engine_thread)
     before = {pid: machine.cpu_seconds(pid) or 0.0 for pid in workers}
     own = time.process_time()

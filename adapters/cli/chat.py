@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from corogen.adapters.cli.console import say
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions
@@ -24,18 +23,17 @@ HELP = """\
 Ctrl-C stops an answer; at the prompt it leaves."""
 
 
-@dataclass
 class Conversation:
-    """Messages so far, and the pipeline that answers them."""
+    """A session of the pipeline, and what is typed into it."""
 
-    pipe: Pipeline
-    gen_config: GenerationConfig
-    system: str | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, pipe: Pipeline, gen_config: GenerationConfig, system: str | None = None) -> None:
+        self._pipe, self._gen_config = pipe, gen_config
+        self.begin(system)
 
-    def reset(self) -> None:
-        """Forget what was said; the system message stays."""
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+    def begin(self, system: str | None) -> None:
+        """Forget what was said and begin with this system message, if there is one."""
+        self._system = system
+        self._session = self._pipe.session([] if system is None else [{"role": "system", "content": system}])
 
     def say(self, text: str) -> None:
         """Answer one user message on stdout. What was shown stays in the conversation, also when it was stopped.
@@ -44,17 +42,21 @@ class Conversation:
             KeyboardInterrupt: Ctrl-C was pressed; the request is aborted.
             InvalidRequest: the conversation has become too long, for one.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        shown = ""
+        session, shown = self._session, ""
+        before = list(session.history)
         try:
-            with self.pipe.stream_infer(messages, gen_config=self.gen_config) as pieces:
+            with self._pipe.chat(text, session, self._gen_config, stream_response=True) as pieces:
                 for piece in pieces:
                     shown += piece.text
                     sys.stdout.write(piece.text)
                     sys.stdout.flush()
+        except KeyboardInterrupt:
+            if shown:  # the session itself keeps complete answers only
+                turn = [{"role": "user", "content": text}, {"role": "assistant", "content": shown}]
+                session.history = [*before, *turn]
+            raise
         finally:
             if shown:
-                self.messages = [*messages, {"role": "assistant", "content": shown}]
                 sys.stdout.write("\n")
                 sys.stdout.flush()
 
@@ -64,10 +66,9 @@ class Conversation:
         if name in ("/exit", "/quit"):
             return False
         if name == "/reset":
-            self.reset()
+            self.begin(self._system)
         elif name == "/system":
-            self.system = rest.strip() or None
-            self.reset()
+            self.begin(rest.strip() or None)
         elif name == "/help":
             say(HELP)
         else:
@@ -81,7 +82,6 @@ def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOpti
     pipe, _ = open_pipeline(engine.model, config, quiet=output.quiet)
     with pipe:
         conversation = Conversation(pipe, sampling.config(), system)
-        conversation.reset()
         interactive = sys.stdin.isatty()
         if interactive:
             with contextlib.suppress(ImportError):

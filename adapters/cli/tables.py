@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,8 +18,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     console.print(setting_line(result["setting"]), style="dim")
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=any(columns))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
@@ -115,7 +115,7 @@ def _idle_row(one: dict[str, Any]) -> list[str]:
 def _steps(result: dict[str, Any]) -> list[Any]:
     rows = [
         ["engine thread, CPU ms a step", number(result["engine_ms_per_step"], 3)],
-        ["of it the scripted device, not counted above, ms", number(result["device_ms_per_step"], 3)],
+        ["the scripted device itself, not counted above, ms", number(result["device_ms_per_step"], 3)],
         ["share of the scripted step rate", f"{result['rate_share']:.2%}"],
         ["consumers, CPU ms a step", number(result["consumer_ms_per_step"], 3)],
         ["tokens a piece", number(result["tokens_per_piece"], 2)],

@@ -4,6 +4,7 @@ from typer.testing import CliRunner
 
 from corogen.adapters.cli import serving
 from corogen.adapters.cli.app import app
+from corogen.adapters.session import ChatStream, Session
 from corogen.outputs import Response
 
 
@@ -35,15 +36,16 @@ class ScriptedStream:
         return self
 
     def __exit__(self, *exc):
+        self.close()
+
+    def close(self):
         self.left = True
 
 
 def pieces(*texts, reason="stop"):
     """The pieces of an answer, one token each."""
     last = len(texts)
-    return [
-        Response(text, i, 7, reason if i == last else None, [100 + i]) for i, text in enumerate(texts, start=1)
-    ]
+    return [Response(text, i, 7, reason if i == last else None, [100 + i]) for i, text in enumerate(texts, start=1)]
 
 
 class ScriptedPipeline:
@@ -60,6 +62,17 @@ class ScriptedPipeline:
         self.asked.append((prompt, gen_config, do_preprocess))
         self.streams.append(ScriptedStream(answer))
         return self.streams[-1]
+
+    session = staticmethod(Session)
+
+    def chat(self, prompt, session, gen_config, *, stream_response):
+        messages = session.ask(prompt)
+        try:
+            stream = self.stream_infer(messages, gen_config)
+        except BaseException:
+            session.done(messages, None)
+            raise
+        return ChatStream(session, messages, stream)
 
     def async_stream_infer(self, prompt, gen_config=None, do_preprocess=True):
         return self.stream_infer(prompt, gen_config, do_preprocess)

@@ -8,7 +8,7 @@ from corogen.adapters.bench import machine
 from corogen.adapters.cli import env
 from tests.adapters.cli_helpers import corogen
 
-NO_GPU = "print('{\"cuda\": null, \"gpus\": []}')"
+NO_GPU = 'print(\'{"cuda": null, "gpus": []}\')'
 
 
 @pytest.fixture(autouse=True)
@@ -69,4 +69,3 @@ def test_a_torch_that_hangs_is_not_waited_for(monkeypatch):
 def test_a_torch_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(env, "_ASK_GPUS", "import there_is_no_torch")
     assert "there_is_no_torch" in env.gpus()["gpu_error"]
-
