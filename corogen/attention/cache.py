@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -115,15 +115,29 @@ _CGROUPS = (
 )
 
 
-def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    found = []
-    for limit_name, usage_name, stat_name, key in _CGROUPS:
-        try:
-            limit = (root / limit_name).read_text().strip()
-            if limit == "max":
-                continue
-            stats = dict(line.split() for line in (root / stat_name).read_text().splitlines())
-            found.append(int(limit) - int((root / usage_name).read_text()) + int(stats.get(key, 0)))
-        except (OSError, ValueError):
-            continue
-    return found
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each limit on the way from the root to our own control group leaves."""
+    folders = [root]
+    for part in _own_cgroup(own).parts[1:]:
+        folders.append(folders[-1] / part)
+    found = (_room(folder, *names) for folder in folders for names in _CGROUPS)
+    return [room for room in found if room is not None]
+
+
+def _own_cgroup(own: Path) -> PurePosixPath:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((PurePosixPath(line[3:]) for line in lines if line.startswith("0::/")), PurePosixPath("/"))
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, stat_name: str, key: str) -> int | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        if limit == "max":
+            return None
+        stats = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
+        return int(limit) - int((folder / usage_name).read_text()) + int(stats.get(key, 0))
+    except (OSError, ValueError):
+        return None

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from corogen.errors import CheckpointError, ModelNotFound
+from corogen.errors import CheckpointError, ModelError, ModelNotFound
 from corogen.model.gguf_config import Metadata, model_config
 from corogen.model.gguf_tokenizer import generation_config, tokenizer_files
 from corogen.paths import cache_root
@@ -63,19 +62,27 @@ def convert(gguf: Path, folder: Path, progress: Progress = lambda done, total: N
     The folder appears at once, complete or not at all; two processes may convert the same file at the same time.
 
     Raises:
-        CheckpointError, UnsupportedModel, TokenizerError
+        ModelError: a CheckpointError, an UnsupportedModel, a TokenizerError, or that the folder can not be written
     """
     reader = _open(gguf)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
-        _write_model(gguf, reader, scratch, progress)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good as ours
-            os.rename(scratch, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
+            model = Path(scratch) / "model"
+            model.mkdir()
+            _write_model(gguf, reader, model, progress)
+            _publish(model, folder)
+    except OSError as error:
+        raise ModelError(f"{gguf.name} can not be converted to {folder}: {error}; COROGEN_CACHE moves it") from error
+
+
+def _publish(model: Path, folder: Path) -> None:
+    """Move `model` to `folder`, unless another process was first: its folder is as good as ours."""
+    try:
+        os.rename(model, folder)
+    except OSError:
         if not folder.is_dir():
-            raise CheckpointError(f"the converted model could not be put at {folder}")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
 
 def _open(file: Path) -> GGUFReader:

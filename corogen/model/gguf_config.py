@@ -120,10 +120,17 @@ def _special(kind: str, metadata: Metadata, tensors: Set[str]) -> dict[str, Any]
         extra["attention_bias"] = "blk.0.attn_q.bias" in tensors
         extra["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if kind.startswith("gemma"):
-        extra["query_pre_attn_scalar"] = metadata.own("attention.key_length", 256)
+        extra["query_pre_attn_scalar"] = _gemma_scalar(metadata)
     if kind == "phi3":
         extra["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
     return extra
+
+
+def _gemma_scalar(metadata: Metadata) -> int:
+    """What queries are scaled by: no key holds it, but only the two largest models differ from their head size."""
+    if (metadata.architecture, metadata.own("block_count")) in (("gemma2", 46), ("gemma3", 62)):
+        return int(metadata.own("embedding_length") // metadata.own("attention.head_count"))
+    return int(metadata.own("attention.key_length", 256))
 
 
 def _rope(metadata: Metadata, factors: list[float] | None, head_dim: int, theta: float) -> dict[str, Any]:

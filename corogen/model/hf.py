@@ -115,10 +115,12 @@ def positions(config: Any) -> Positions:
     text = config.get_text_config()
     declared = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048)
     limit, warnings = declared, []
-    for setting in _rope_settings(getattr(text, "rope_parameters", None)):
+    stored = getattr(text, "rope_parameters", None)
+    by_layer = isinstance(stored, dict) and "rope_type" not in stored
+    for setting in _rope_settings(stored):
         kind = setting.get("rope_type", "default")
         original = setting.get("original_max_position_embeddings")
-        if kind == "linear":
+        if kind == "linear" and not by_layer:  # configs with a setting for each layer type declare the scaled length
             limit = int(declared * setting["factor"])
         elif kind == "yarn":
             limit = max(declared, int((original or declared) * setting["factor"]))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from corogen.errors import CheckpointError, TokenizerError, UnsupportedModel
+from corogen.errors import CheckpointError, ModelError, TokenizerError, UnsupportedModel
 from corogen.model.gguf import convert, converted_folder
 from corogen.model.gguf_config import llama3_factors
 from corogen.model.hf import load_config
@@ -96,6 +96,22 @@ class TestGGUFWeights:
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](load_config(folder, {}), torch.device("cpu"))
         plain = 10000.0 ** -(np.arange(0, 8, 2) / 8)
         assert np.allclose(plain / scaled.numpy(), llama3_factors(8, 10000.0, 32.0, 8192), rtol=1e-4)
+
+    def test_two_processes_may_convert_at_once(self, tmp_path: Path, make_model: ModelMaker) -> None:  # noqa: F811
+        write_gguf(make_model("llama"), tmp_path / "m.gguf", gguf.GGMLQuantizationType.F32)
+
+        def other_is_first(done: int, total: int) -> None:
+            if done == 3:
+                convert(tmp_path / "m.gguf", tmp_path / "all" / "out")
+
+        convert(tmp_path / "m.gguf", tmp_path / "all" / "out", other_is_first)
+        assert [p.name for p in (tmp_path / "all").iterdir()] == ["out"]
+        assert load(tmp_path / "all" / "out")[1].vocab_size == 512
+
+    def test_a_folder_that_can_not_be_written_is_named(self, tmp_path: Path, make_model: ModelMaker) -> None:  # noqa: F811
+        write_gguf(make_model("llama"), tmp_path / "m.gguf", gguf.GGMLQuantizationType.F32)
+        with pytest.raises(ModelError, match="COROGEN_CACHE"):
+            convert(tmp_path / "m.gguf", tmp_path / "m.gguf" / "below a file")
 
     def test_an_unknown_architecture_is_named(self, tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv6")

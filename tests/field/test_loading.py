@@ -213,6 +213,16 @@ class TestRope:
         assert load(path)[1].max_positions == limit
         assert difference(path, lengths=(150,), chunk=64, new=3) < 2e-4
 
+    def test_long_rope_ends_where_its_frequencies_would_switch(self, make_model: ModelMaker) -> None:  # noqa: F811
+        """The switch depends on the longest sequence of a batch, so beyond it rows would change their neighbours."""
+        factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+        path = make_model("phi3", original_max_position_embeddings=64, rope_scaling={"type": "longrope", **factors})
+        _, ready = load(path)
+        assert ready.max_positions == 64
+        (line,) = ready.warnings
+        assert "longrope" in line
+        assert difference(path, lengths=(50,), new=10) < 2e-4
+
     def test_an_unknown_type_is_named(self, copy_model: CopyModel) -> None:
         path = copy_model()
         edit_config(path, rope_scaling={"rope_type": "foo", "factor": 2.0})

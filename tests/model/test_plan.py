@@ -71,7 +71,13 @@ def test_control_groups_bound_the_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
-    assert _cgroup_room(tmp_path) == [400]
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert _cgroup_room(tmp_path, own) == [400]
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name, text in (("max", "300"), ("current", "250"), ("stat", "anon 1")):
+        (tmp_path / "a" / "b" / f"memory.{name}").write_text(text)
+    assert _cgroup_room(tmp_path, own) == [400, 50]
     (tmp_path / "memory.max").write_text("max\n")
-    assert _cgroup_room(tmp_path) == []
+    assert _cgroup_room(tmp_path, own) == [50]
     assert available_memory() > 0
