@@ -7,10 +7,11 @@ import pytest
 import typer
 
 import corogen
-from corogen import errors
+from corogen import adapters, errors
+from corogen.adapters.pipeline import _FOREIGN as _FOREIGN_ARGUMENTS
 from corogen.config import _FOREIGN, EngineConfig
 from corogen.outputs import EngineStats, Response, StepRecord
-from corogen.params import _NOT_YET, GenerationConfig
+from corogen.params import _NOT_YET, ENGINE_DEFAULTS, GenerationConfig
 from tests.docs.conftest import ANSWER
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose, run_page
 
@@ -40,7 +41,8 @@ def test_the_readme_prints_what_the_model_says(scripted, capsys):
 
 
 @pytest.mark.real_model
-def test_the_readme_runs_with_the_real_model(capsys):
+def test_the_readme_runs_with_the_real_model(capsys, monkeypatch):
+    monkeypatch.setitem(ENGINE_DEFAULTS, "max_new_tokens", 8)
     run_page(ROOT / "README.md")
     first, second, *others = capsys.readouterr().out.splitlines()
     assert "Paris" in first
@@ -94,7 +96,7 @@ def test_every_command_is_one_that_the_command_line_knows(page):
 
 def test_every_public_name_is_on_some_page():
     everything = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    missing = [name for name in corogen.__all__ if not re.search(rf"\b{name}\b", everything)]
+    missing = [name for name in [*corogen.__all__, *adapters.__all__] if not re.search(rf"\b{name}\b", everything)]
     assert not missing
 
 
@@ -104,6 +106,27 @@ def test_every_error_is_on_the_failures_page_with_its_code():
         if isinstance(cls, type) and issubclass(cls, errors.CorogenError):
             assert f"`{name}`" in page, name
             assert f"`{cls.code}`" in page, (name, cls.code)
+
+
+def test_the_error_tree_is_the_one_in_the_code():
+    drawn = re.findall(r"^([│├└─ ]*\w+)", blocks(DOCS / "failures.md", "")[0].text, re.MULTILINE)
+    assert drawn == re.findall(r"^    ([│├└─ ]*\w+)", errors.__doc__.partition("::")[2], re.MULTILINE)
+
+
+def test_every_path_on_the_architecture_page_exists():
+    paths = re.findall(r"`((?:corogen|adapters)/[\w./]*)`", text("architecture.md"))
+    assert len(paths) > 10
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_every_refused_argument_of_pipeline_is_on_the_migrating_page():
+    missing = [name for name in _FOREIGN_ARGUMENTS if f"`{name}" not in text("migrating.md")]
+    assert not missing
+
+
+def test_every_setting_that_is_not_there_yet_is_on_the_limits_page_or_the_tuning_page():
+    missing = [name for name in _NOT_YET if f"`{name}`" not in text("limits.md") + text("tuning.md")]
+    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -123,8 +146,6 @@ def test_every_field_is_listed(cls, page):
 
 
 def test_the_defaults_on_the_tuning_page_are_the_real_ones():
-    from corogen.params import ENGINE_DEFAULTS
-
     defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)} | ENGINE_DEFAULTS
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text("tuning.md"), re.M))
     assert set(defaults) <= set(rows)
