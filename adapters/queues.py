@@ -189,8 +189,8 @@ class _Pair:
     def _accept(self, item: Any) -> RequestFuture | BaseException:
         """The future of an item, or what is wrong with it."""
         config = self._gen_config
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], GenerationConfig):
-            item, config = item
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], GenerationConfig | None):
+            item, config = item[0], item[1] or config
         try:
             if self._refusing:
                 raise EngineClosed("the queue adapter was closed before this item was taken")
