@@ -40,7 +40,24 @@ def test_the_readme_prints_what_the_model_says(scripted, capsys):
     assert capsys.readouterr().out.splitlines() == [ANSWER] * 4
 
 
+async def test_the_service_of_the_threads_page_answers_over_http(scripted):
+    import httpx
+
+    names = {}
+    exec(
+        next(block.text for block in blocks(DOCS / "threads-and-loops.md", "python") if "FastAPI" in block.text), names
+    )
+    app = names["app"]
+    async with (
+        names["lifespan"](app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http,
+    ):
+        reply = await http.post("/ask", params={"question": "What is the capital of France?"})
+    assert reply.json() == {"text": ANSWER}
+
+
 @pytest.mark.real_model
+@pytest.mark.timeout(300)
 def test_the_readme_runs_with_the_real_model(capsys, monkeypatch):
     monkeypatch.setitem(ENGINE_DEFAULTS, "max_new_tokens", 8)
     run_page(ROOT / "README.md")
