@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corogen.adapters.bench import machine
@@ -197,11 +198,11 @@ def measure(
     idle: list[dict[str, Any]] = []
     for turn in range(repeat):
         for name, caller in _DIRECT.items():
-            found.append({"caller": name, **_measured(workers, lambda c=caller: c(pipe, prompts, config))})  # type: ignore[misc]
+            found.append({"caller": name, **_measured(workers, partial(caller, pipe, prompts, config))})
             say(_line(found[-1]))
         for name, bridge in _BRIDGES.items():
             with bridge(pipe, config, count) as clients:
-                found.append({"caller": name, **_measured(workers, lambda c=clients: c.answer(prompts))})  # type: ignore[misc]
+                found.append({"caller": name, **_measured(workers, partial(clients.answer, prompts))})
                 say(_line(found[-1]))
                 if idle_s and turn == repeat - 1:
                     say(f"idle for {idle_s:g} s")

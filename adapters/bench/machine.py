@@ -58,8 +58,17 @@ def setting(**details: Any) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cpus_usable": usable_cpus(),
         "platform": platform.platform(),
+        "load_average": load_average(),
         **details,
     }
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run over the last minute, ours included; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return None
 
 
 def cpu_seconds(pid: int | None = None) -> float | None:

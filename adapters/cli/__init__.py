@@ -7,6 +7,7 @@ in this process, so that an answer begins as soon as the worker is ready.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -14,6 +15,8 @@ import threading
 
 def main() -> None:
     """The console script `corogen`. Ends with 0, 1 (an error), 2 (usage), 130 (Ctrl-C) or 141 (stdout was closed)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what a terminal's encoding does not
     try:
         from corogen.adapters.cli.app import app
 

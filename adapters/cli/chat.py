@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,8 @@ def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOpti
     with pipe:
         conversation = Conversation(pipe, sampling.config(), system)
         interactive = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         if interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # line editing and history

@@ -148,6 +148,7 @@ def _bars() -> Any:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        refresh_per_second=5,
     )
 
 

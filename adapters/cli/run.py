@@ -22,13 +22,19 @@ def question_from(argument: str | None) -> str:
     """The question: the argument, or all of stdin when that is "-", or missing while stdin is no terminal.
 
     Raises:
-        typer.BadParameter: there is neither.
+        typer.BadParameter: there is neither, or stdin is empty or no text.
     """
     if argument is not None and argument != "-":
         return argument
     if argument is None and sys.stdin.isatty():
         raise typer.BadParameter('give a question, or "-" to read it from stdin', param_hint="QUESTION")
-    return sys.stdin.read().rstrip("\n")
+    try:
+        text = sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"stdin is not {error.encoding} text: {error}", param_hint="QUESTION") from None
+    if not text.strip():
+        raise typer.BadParameter("stdin holds no question", param_hint="QUESTION")
+    return text
 
 
 def prompt_for(question: str, *, system: str | None, raw: bool) -> Any:

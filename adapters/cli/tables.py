@@ -133,4 +133,5 @@ def setting_line(setting: dict[str, Any]) -> str:
     names = ("corogen", "python", "torch", "transformers", "uvloop")
     listed = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
     threads = f", {setting['threads']} threads" if "threads" in setting else ""
-    return f"{setting['cpu']}, {setting['cpus_usable']} CPUs{threads}; {listed}"
+    load = "" if setting.get("load_average") is None else f", load average {setting['load_average']:.1f} at the end"
+    return f"{setting['cpu']}, {setting['cpus_usable']} CPUs{threads}{load}; {listed}"

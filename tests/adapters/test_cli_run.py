@@ -37,6 +37,13 @@ def test_the_question_comes_from_stdin(pipe, arguments):
     assert pipe.asked[0][0] == "two\nlines"
 
 
+@pytest.mark.parametrize(("stdin", "words"), [("", "no question"), ("\n \n", "no question"), (b"\xff\xfe", "utf-8")])
+def test_a_stdin_without_a_question_is_a_usage_error(pipe, stdin, words):
+    done = corogen("run", stdin=stdin)
+    assert (done.exit_code, pipe.asked) == (2, [])
+    assert words in done.stderr
+
+
 def test_no_question_on_a_terminal_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(run_module.sys.stdin, "isatty", lambda: True, raising=False)
     with pytest.raises(typer.BadParameter, match="give a question"):
