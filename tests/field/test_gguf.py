@@ -17,7 +17,7 @@ from corogen.errors import CheckpointError, ModelError, TokenizerError, Unsuppor
 from corogen.model.gguf import convert, converted_folder
 from corogen.model.gguf_config import llama3_factors
 from corogen.model.hf import load_config
-from tests.model.conftest import ModelMaker, make_model  # noqa: F401 (a fixture)
+from tests.model.conftest import ModelMaker, make_model, one_thread  # noqa: F401 (fixtures)
 from tests.model.driver import Driver, load
 from tests.model.gguf_writer import write_gguf
 from tests.model.reference import random_prompts, reference, reference_logits

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from corogen.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from corogen.testing.tiny import tiny_model
-from tests.model.conftest import ModelMaker, make_model  # noqa: F401 (a fixture)
+from tests.model.conftest import ModelMaker, make_model, one_thread  # noqa: F401 (fixtures)
 from tests.model.driver import Driver, Sequence_, load
 from tests.model.reference import random_prompts, reference, reference_logits
 

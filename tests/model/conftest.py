@@ -26,9 +26,10 @@ def _quiet_transformers() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from a second thread, and lose much on a busy machine."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

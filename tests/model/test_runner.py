@@ -50,7 +50,7 @@ def test_float16_on_a_cpu_is_refused_with_advice(make_model: ModelMaker) -> None
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_a_decode_row_is_bitwise_the_same_alone_and_together(family: str, make_model: ModelMaker) -> None:
-    runner, _ = load(make_model(family))
+    runner, _ = load(make_model(family), num_threads=2)
     prompts = random_prompts(5, 17, 63, 64, 100, 200)
     together = Driver(runner).generate(prompts, 4)
     for prompt, other in zip(prompts, together, strict=True):
