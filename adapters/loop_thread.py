@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,8 @@ from corogen.errors import BlockingCallError, EngineClosed
 from corogen.text.tokenizer import Tokenizer
 from corogen.wire.messages import StartPhase
 from corogen.workers.executor import Executor
+
+logger = logging.getLogger("corogen")
 
 Result = TypeVar("Result")
 
@@ -213,6 +216,8 @@ def _serve(engine: Engine, control: _Control, progress: Callable[[StartPhase], N
     try:
         with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_live(engine, control, progress))
+    except RuntimeError:
+        logger.exception("the engine's loop was stopped; use EngineThread.close")
     finally:
         control.end()
 

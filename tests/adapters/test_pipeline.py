@@ -379,7 +379,7 @@ class TestStreams:
                 stream = pipe.async_stream_infer("abcdef", SHORT)
                 with pytest.raises(StepFailed):
                     async for piece in stream:
-                        got.append(piece.text)
+                        got.append(piece.text)  # noqa: PERF401
                 assert [p async for p in stream] == []
                 return "".join(got)
 
