@@ -13,6 +13,7 @@ from corogen.sample.noise import uniform
 from corogen.sample.penalties import TokenCounts, counts_tokens
 from corogen.sample.sampler import SampleRow, sample
 from corogen.wire.messages import Sampling
+from tests.model.conftest import one_thread  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 
