@@ -207,7 +207,8 @@ def measure(
                 if idle_s and turn == repeat - 1:
                     say(f"idle for {idle_s:g} s")
                     idle.append({"open": name, **idle_figures(workers, engine_thread, idle_s)})
-    return {"requests": len(prompts), "output_len": output_len, "pairs": count, "callers": found, "idle": idle}
+    shape = {"requests": len(prompts), "output_len": output_len, "pairs": count, "rounds": repeat}
+    return {**shape, "callers": found, "idle": idle}
 
 
 async def _native_id() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -76,10 +77,11 @@ def _peer_line(result: dict[str, Any]) -> str:
 def _callers(result: dict[str, Any]) -> list[Any]:
     title = (
         f"{result['model']}: {result['requests']} requests of {result['output_len']} new tokens by each kind of "
-        f"caller; bridges with {result['pairs']} queue pairs"
+        f"caller, medians of {result['rounds']} rounds; bridges with {result['pairs']} queue pairs"
     )
     columns = ["", "seconds", "tok/s", "ITL p99 ms", "answers within s", "CPU s here", "CPU s workers"]
-    rows = [_caller_row(one) for one in result["callers"]]
+    names = dict.fromkeys(one["caller"] for one in result["callers"])
+    rows = [_caller_row([one for one in result["callers"] if one["caller"] == name]) for name in names]
     parts: list[Any] = [_table(title, columns, rows)]
     if result["idle"]:
         columns = ["idle, open:", "seconds", "CPU s here", "CPU s workers", "wake-ups of the engine thread"]
@@ -87,17 +89,28 @@ def _callers(result: dict[str, Any]) -> list[Any]:
     return parts
 
 
-def _caller_row(one: dict[str, Any]) -> list[str]:
-    ends = one["completion_s"]
+def _caller_row(rounds: list[dict[str, Any]]) -> list[str]:
+    """Medians over the rounds of one caller."""
+
+    def middle(*path: str, digits: int = 2) -> str:
+        return number(statistics.median(_at(one, path) for one in rounds), digits)
+
+    spread = statistics.median(one["completion_s"]["last"] - one["completion_s"]["first"] for one in rounds)
     return [
-        one["caller"],
-        number(one["wall_s"], 2),
-        number(one["tok_per_s"]),
-        number(one["itl_ms"]["p99"] if one["itl_ms"] else None),
-        number(ends["last"] - ends["first"], 2),
-        number(one["process_cpu_s"], 2),
-        number(one["worker_cpu_s"], 2),
+        rounds[0]["caller"],
+        middle("wall_s"),
+        middle("tok_per_s", digits=1),
+        middle("itl_ms", "p99", digits=1) if rounds[0]["itl_ms"] else "-",
+        number(spread, 2),
+        middle("process_cpu_s"),
+        middle("worker_cpu_s"),
     ]
+
+
+def _at(value: Any, path: Iterable[str]) -> float:
+    for name in path:
+        value = value[name]
+    return float(value)
 
 
 def _idle_row(one: dict[str, Any]) -> list[str]:

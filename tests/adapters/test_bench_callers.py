@@ -55,7 +55,7 @@ def test_an_error_in_place_of_an_answer_is_raised(pipe):
 
 
 def test_the_callers_table_shows_them_all(pipe, capsys):
-    found = callers.measure(pipe, PROMPTS, output_len=2, idle_s=0.01)
+    found = callers.measure(pipe, PROMPTS, output_len=2, repeat=2, idle_s=0.01)
     from corogen.adapters.bench import machine
     from corogen.adapters.cli import tables
 
