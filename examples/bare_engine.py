@@ -6,7 +6,7 @@ from corogen import Engine, EngineConfig, GenerationConfig
 
 
 async def main():
-    short = GenerationConfig(max_new_tokens=32)
+    short = GenerationConfig(max_new_tokens=48)
     async with Engine("demo", EngineConfig(max_batch_size=8)) as engine:
         answers = await asyncio.gather(*(engine.generate(f"What is {n} plus {n}?", short) for n in range(4)))
         for answer in answers:

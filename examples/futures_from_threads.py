@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from corogen import GenerationConfig, pipeline
 
-short = GenerationConfig(max_new_tokens=16)
+short = GenerationConfig(max_new_tokens=48)
 
 with pipeline("demo") as pipe, ThreadPoolExecutor(4) as threads:
     questions = [f"What is {n} plus {n}?" for n in range(8)]

@@ -2,7 +2,7 @@
 
 from corogen import GenerationConfig, pipeline
 
-short = GenerationConfig(max_new_tokens=32)
+short = GenerationConfig(max_new_tokens=48)
 
 with pipeline("demo") as pipe:
     print(pipe.infer("Hakuna Matata", short).text)

@@ -8,7 +8,7 @@ pipe = pipeline("demo")
 
 
 async def ask(question):
-    answer = await pipe.async_batch_infer(question, GenerationConfig(max_new_tokens=32))
+    answer = await pipe.async_batch_infer(question, GenerationConfig(max_new_tokens=48))
     print(answer.text)
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from corogen.admission import Admission
 from corogen.adapters import Session
+from corogen.admission import Admission
 from corogen.errors import EngineClosed, InvalidRequest, PromptTooLong, StepFailed
 from corogen.params import GenerationConfig
 from corogen.text.chat import ChatTemplate
