@@ -32,18 +32,50 @@ class PeerRun(NamedTuple):
     threads: int
 
 
-class PeerRound(NamedTuple):
-    """One go of the peer's."""
+class Use(NamedTuple):
+    """CPU seconds that both sides used in one round, of whichever side."""
 
-    seconds: float
-    ids: list[list[int]]
-    #: CPU seconds of our worker processes while it ran: what it had to share the machine with
-    our_cpu: float
+    #: this process and its workers
+    ours: float
+    #: the process of transformers
+    peer: float
+
+
+class Pair(NamedTuple):
+    """One round of ours, then one of the peer's."""
+
+    mine: Round
+    use: Use
+    peer_seconds: float
+    peer_ids: list[list[int]]
+    peer_use: Use
 
     @property
-    def rate(self) -> float:
-        """Generated tokens a second, prefill included."""
-        return sum(map(len, self.ids)) / self.seconds
+    def peer_rate(self) -> float:
+        """The peer's generated tokens a second, prefill included."""
+        return sum(map(len, self.peer_ids)) / self.peer_seconds
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast we were."""
+        return self.mine.rate / self.peer_rate
+
+
+class Meter:
+    """Reads the CPU clocks of both sides."""
+
+    def __init__(self, peer_pid: int) -> None:
+        self._peer = peer_pid
+        self._ours = [None, *(pid for pid in machine.children() if pid != peer_pid)]
+
+    def read(self) -> Use:
+        """CPU seconds so far."""
+        return Use(sum(machine.cpu_seconds(pid) or 0.0 for pid in self._ours), machine.cpu_seconds(self._peer) or 0.0)
+
+    def since(self, before: Use) -> Use:
+        """CPU seconds since `before`."""
+        now = self.read()
+        return Use(now.ours - before.ours, now.peer - before.peer)
 
 
 def measure(
@@ -91,40 +123,45 @@ def _measure_pairs(
     repeat: int,
     say: Say,
 ) -> dict[str, Any]:
-    _peer_round(process, peer.kind, prompts, output_len)
-    rounds: list[Round] = []
-    theirs: list[PeerRound] = []
-    idle_cpu = []
+    def theirs() -> dict[str, Any]:
+        reply = process.run(peer.kind, prompts, output_len)
+        if reply["tokens"] != len(prompts) * output_len:
+            raise PeerError(f"transformers gave {reply['tokens']} tokens instead of {len(prompts)} times {output_len}")
+        return reply
+
+    theirs()  # warm-up
+    meter = Meter(process.pid)
+    pairs: list[Pair] = []
     for i in range(repeat):
-        before = machine.cpu_seconds(process.pid) or 0.0
-        rounds.append(ours())
-        idle_cpu.append((machine.cpu_seconds(process.pid) or 0.0) - before)
-        theirs.append(_peer_round(process, peer.kind, prompts, output_len))
-        a, b = rounds[-1].rate, theirs[-1].rate
-        say(f"pair {i + 1} of {repeat}: corogen {a:.1f}, transformers {b:.1f} tok/s, ratio {a / b:.3f}")
-    result = _result(rounds, len(prompts), output_len)
-    result["peer"] = {
-        "name": "transformers",
-        "kind": peer.kind,
-        "threads": peer.threads,
-        "versions": process.versions,
-        "tok_per_s": spread([run.rate for run in theirs]),
-        "peer_cpu_s_while_ours_ran": max(idle_cpu),
-        "our_cpu_s_while_peer_ran": max(run.our_cpu for run in theirs),
-        "same_token_share": _agreement(rounds[-1].ids, theirs[-1].ids),
-    }
-    result["ratio"] = spread([mine.rate / run.rate for mine, run in zip(rounds, theirs, strict=True)])
+        pair = _pair(ours, theirs, meter)
+        pairs.append(pair)
+        rates = f"corogen {pair.mine.rate:.1f}, transformers {pair.peer_rate:.1f} tok/s"
+        say(f"pair {i + 1} of {repeat}: {rates}, ratio {pair.ratio:.3f}")
+    result = _result([pair.mine for pair in pairs], len(prompts), output_len)
+    result["ratio"] = spread([pair.ratio for pair in pairs])
+    result["cores_used"] = [pair.use.ours / pair.mine.seconds for pair in pairs]
+    result["peer"] = {"name": "transformers", **peer._asdict(), "versions": process.versions, **_peer_figures(pairs)}
+    result["peer"]["folder"] = str(peer.folder)
     return result
 
 
-def _peer_round(process: PeerProcess, kind: str, prompts: list[Any], output_len: int) -> PeerRound:
-    workers = [pid for pid in machine.children() if pid != process.pid]
-    before = [machine.cpu_seconds(pid) or 0.0 for pid in workers]
-    reply = process.run(kind, prompts, output_len)
-    if reply["tokens"] != len(prompts) * output_len:
-        raise PeerError(f"transformers gave {reply['tokens']} tokens instead of {len(prompts)} times {output_len}")
-    used = [(machine.cpu_seconds(pid) or 0.0) - b for pid, b in zip(workers, before, strict=True)]
-    return PeerRound(reply["seconds"], reply["ids"], sum(used))
+def _pair(ours: Callable[[], Round], theirs: Callable[[], dict[str, Any]], meter: Meter) -> Pair:
+    before = meter.read()
+    mine = ours()
+    use, before = meter.since(before), meter.read()
+    reply = theirs()
+    return Pair(mine, use, reply["seconds"], reply["ids"], meter.since(before))
+
+
+def _peer_figures(pairs: list[Pair]) -> dict[str, Any]:
+    """`cores_used` far below the threads says that somebody else was on the machine in that round."""
+    return {
+        "tok_per_s": spread([pair.peer_rate for pair in pairs]),
+        "cores_used": [pair.peer_use.peer / pair.peer_seconds for pair in pairs],
+        "peer_cpu_s_while_ours_ran": max(pair.use.peer for pair in pairs),
+        "our_cpu_s_while_peer_ran": max(pair.peer_use.ours for pair in pairs),
+        "same_token_share": _agreement(pairs[-1].mine.ids, pairs[-1].peer_ids),
+    }
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:

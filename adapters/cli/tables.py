@@ -66,12 +66,15 @@ def _generation(result: dict[str, Any]) -> list[Any]:
 
 def _peer_line(result: dict[str, Any]) -> str:
     peer = result["peer"]
-    ratios = ", ".join(f"{ratio:.3f}" for ratio in result["ratio"]["values"])
-    return (
-        f"ratios in order: {ratios}; {peer['same_token_share']:.1%} of the tokens come before a first difference; "
-        f"CPU seconds of the idle side: theirs {peer['peer_cpu_s_while_ours_ran']:.3f}, "
-        f"ours {peer['our_cpu_s_while_peer_ran']:.3f}"
-    )
+    cores = (", ".join(f"{used:.2f}" for used in side["cores_used"]) for side in (result, peer))
+    lines = [
+        "ratios in order: " + ", ".join(f"{ratio:.3f}" for ratio in result["ratio"]["values"]),
+        "cores used in order: ours {}; theirs {}".format(*cores),
+        f"CPU seconds of the side that waited, at most: ours {peer['our_cpu_s_while_peer_ran']:.3f}, "
+        f"theirs {peer['peer_cpu_s_while_ours_ran']:.3f}",
+        f"{peer['same_token_share']:.1%} of the tokens come before a first difference between the two",
+    ]
+    return "\n".join(lines)
 
 
 def _callers(result: dict[str, Any]) -> list[Any]:
