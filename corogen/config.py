@@ -14,6 +14,7 @@ from corogen.errors import ConfigError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICE_TYPES = ("auto", "cpu", "cuda")
 BACKENDS = ("uni", "mp")
+FAILURE_POLICIES = ("resume", "fail")
 
 THREAD_SAFE_MESSAGE = (
     "thread_safe=True is not a mode of this engine: one event-loop thread owns it, and every adapter may be called "
@@ -66,7 +67,7 @@ def _refuse_unknown_fields(cls: type[Config]) -> type[Config]:
     known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
 
     @functools.wraps(generated)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
         unknown = [name for name in options if name not in known]
         problems = [_explain_unknown(name, options.pop(name), known) for name in unknown]
         if any(problems):
@@ -140,6 +141,8 @@ class EngineConfig:
     start_timeout_s: float | None = 1800.0
     #: seconds that one step may take before its worker counts as hung; None: no bound
     step_timeout_s: float | None = 300.0
+    #: "resume" (requests go on after the workers have started again) or "fail" (those that ran get the error)
+    on_worker_failure: str = "resume"
     #: there only to be refused, see `corogen.config.THREAD_SAFE_MESSAGE`
     thread_safe: bool = False
 
@@ -209,23 +212,29 @@ def _choice_problems(config: EngineConfig) -> list[str]:
             f"distributed_executor_backend must be one of {', '.join(BACKENDS)}, or None, "
             f"not {config.distributed_executor_backend!r}"
         )
+    if config.on_worker_failure not in FAILURE_POLICIES:
+        found.append(
+            f"on_worker_failure must be one of {', '.join(FAILURE_POLICIES)}, not {config.on_worker_failure!r}"
+        )
     if type(config.tp) is int and type(config.pp) is int and config.tp * config.pp > 1:
         found.append(f"tp={config.tp}, pp={config.pp}: this version runs on one device; set both to 1")
     return found
 
 
 def _type_problems(config: EngineConfig) -> list[str]:
-    found = []
-    for name in ("enable_prefix_caching", "eager_mode", "thread_safe"):
-        if not isinstance(getattr(config, name), bool):
-            found.append(f"{name} must be True or False, not {getattr(config, name)!r}")
-    for name in ("revision", "download_dir", "chat_template"):
-        if not isinstance(getattr(config, name), str | None):
-            found.append(f"{name} must be a string or None, not {getattr(config, name)!r}")
+    kinds = {
+        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "thread_safe")),
+        "a string or None": (str | None, ("revision", "download_dir", "chat_template")),
+        "a dict or None": (dict | None, ("hf_overrides",)),
+    }
+    found = [
+        f"{name} must be {what}, not {getattr(config, name)!r}"
+        for what, (kind, names) in kinds.items()
+        for name in names
+        if not isinstance(getattr(config, name), kind)
+    ]
     if not isinstance(config.generation_config, str) or not config.generation_config:
         found.append(f'generation_config must be "auto", "none" or a path, not {config.generation_config!r}')
-    if not isinstance(config.hf_overrides, dict | None):
-        found.append(f"hf_overrides must be a dict or None, not {config.hf_overrides!r}")
     devices = config.devices
     if devices is not None and (
         not isinstance(devices, list) or not devices or any(type(d) is not int or d < 0 for d in devices)

@@ -8,26 +8,27 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from corogen import startup
 from corogen.config import EngineConfig, check_config
 from corogen.errors import ConfigError, CorogenError, EngineClosed, InvalidRequest, QueueFullError
+from corogen.inbox import Inbox
 from corogen.outputs import EngineStats, Response, StepRecord
-from corogen.params import GenerationConfig, ModelFacts
-from corogen.schedule import BlockPool, Scheduler
+from corogen.params import GenerationConfig
 from corogen.stream import Outgoing, Outlet, ResponseStream
 from corogen.wire.messages import StartPhase, WorkerReady, WorkerSpec
-from corogen.workers.cpus import usable_cpus
 
 if TYPE_CHECKING:
     from corogen.admission import Admission, Request
+    from corogen.recovery import Health, Recovery
     from corogen.request import ActiveRequest, Sink
     from corogen.step_loop import StepLoop
     from corogen.text.tokenizer import Tokenizer
@@ -78,8 +79,7 @@ class Engine:
         self.model = None if model is None else os.fspath(model)
         self._executor, self._tokenizer = executor, tokenizer
         self._lock = threading.RLock()  # a stream that the collector drops may abort in the middle of a submit
-        self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._wake_posted = False
+        self._inbox: Inbox | None = None
         self._ids: set[str] = set()
         self._refusal: CorogenError | None = EngineClosed("the engine is not started: use `async with` or `start()`")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,6 +91,8 @@ class Engine:
         self._pool: ThreadPoolExecutor | None = None
         self._admission: Admission | None = None
         self._ready: WorkerReady | None = None
+        self._recovery: Recovery | None = None
+        self._respawn_spec: WorkerSpec | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -113,16 +115,30 @@ class Engine:
         self._refusal = None
 
     async def _load(self, progress: Callable[[StartPhase], None]) -> None:
+        from corogen.recovery import Recovery
+        from corogen.step_loop import StepLoop
+
+        config = self.config
         path = await self._resolve(progress)
-        executor = self._executor = self._executor or self._make_executor()
+        executor = self._executor = self._executor or startup.make_executor(config)
         executor.on_failure = self._workers_failed
-        ready = self._ready = await executor.start(self._spec(path), progress)
+        spec = startup.worker_spec(config, path)
+        ready = self._ready = await executor.start(spec, progress)
         for line in ready.warnings:
             logger.warning("%s", line)
-        max_len = self._max_len(ready)
-        self._admission = await self.run_in_pool(self._make_admission, path, max_len, ready.vocab_size)
-        self._steps = self._make_steps(executor, ready)
-        self._task = asyncio.get_running_loop().create_task(self._run(self._steps))
+        max_len = startup.max_len(config, ready)
+        self._admission = await self.run_in_pool(
+            startup.make_admission, config, path, self._tokenizer, max_len, ready.vocab_size
+        )
+        scheduler = startup.make_scheduler(config, ready)
+        steps = self._steps = StepLoop(scheduler, executor, depth=config.pp + 1, on_end=self._request_ended)
+        self._respawn_spec = msgspec.structs.replace(spec, num_blocks=ready.num_blocks)
+        self._recovery = Recovery(
+            steps, self._restart_workers, resume=config.on_worker_failure == "resume", on_fatal=self._give_up
+        )
+        steps.on_step_error = self._recovery.step_failed
+        self._inbox = Inbox(asyncio.get_running_loop(), steps.wake)
+        self._task = asyncio.get_running_loop().create_task(self._run(steps, self._inbox))
         logger.info("%s", self.describe())
 
     async def _resolve(self, progress: Callable[[StartPhase], None]) -> Path | None:
@@ -142,85 +158,20 @@ class Engine:
         path: Path = await self.run_in_pool(resolve)
         return path
 
-    def _make_executor(self) -> Executor:
-        if self.config.distributed_executor_backend == "uni":
-            from corogen.workers.executor import InlineExecutor
+    async def _restart_workers(self) -> None:
+        if self._executor is not None and self._respawn_spec is not None:
+            await self._executor.close()
+            self._ready = await self._executor.start(self._respawn_spec, _log_phase)
 
-            return InlineExecutor()
-        from corogen.workers.processes import ProcessExecutor
-
-        return ProcessExecutor(start_timeout_s=self.config.start_timeout_s, step_timeout_s=self.config.step_timeout_s)
-
-    def _spec(self, path: Path | None) -> WorkerSpec:
-        config = self.config
-        device = _device(config)
-        return WorkerSpec(
-            model_path=str(path or ""),
-            rank=0,
-            world_size=1,
-            sys_path=[os.path.abspath(p) for p in sys.path if p],
-            device=device,
-            dtype=config.dtype,
-            block_size=config.block_size,
-            num_blocks=config.num_gpu_blocks or None,
-            cache_fraction=config.cache_max_entry_count,
-            max_slots=self._max_batch_size(device),
-            max_step_tokens=self._token_budget(device),
-            session_len=config.session_len,
-            num_threads=config.num_threads or usable_cpus(),
-            hf_overrides=config.hf_overrides or {},
-            eager_mode=config.eager_mode,
-        )
-
-    def _max_batch_size(self, device: str) -> int:
-        return self.config.max_batch_size or (64 if device == "cpu" else 256)
-
-    def _token_budget(self, device: str) -> int:
-        return self.config.max_prefill_token_num or (256 if device == "cpu" else 8192)
-
-    def _max_len(self, ready: WorkerReady) -> int:
-        wanted = self.config.session_len
-        if wanted is not None and wanted > ready.max_positions:
-            raise ConfigError(
-                f"session_len={wanted} is more than the {ready.max_positions} positions of the model: lower it, or "
-                "extend the model through hf_overrides"
-            )
-        return min(wanted or ready.max_positions, ready.num_blocks * self.config.block_size)
-
-    def _make_admission(self, path: Path | None, max_len: int, vocab_size: int) -> Admission:
-        from corogen.admission import Admission
-        from corogen.model.gguf import converted_folder
-
-        if path is None:
-            eos = frozenset(self._tokenizer.eos_ids) if self._tokenizer is not None else frozenset()
-            added = self._tokenizer.added_tokens if self._tokenizer is not None else {}
-            facts = ModelFacts(max_len, vocab_size, eos, added_tokens=added)
-            return Admission(self._tokenizer, None, facts)
-        folder = converted_folder(path) if path.suffix == ".gguf" else path
-        return Admission.from_folder(folder, self.config, max_len=max_len, vocab_size=vocab_size)
-
-    def _make_steps(self, executor: Executor, ready: WorkerReady) -> StepLoop:
-        from corogen.step_loop import StepLoop
-
-        config = self.config
-        scheduler = Scheduler(
-            BlockPool(ready.num_blocks),
-            block_size=config.block_size,
-            max_batch_size=self._max_batch_size(ready.device),
-            token_budget=self._token_budget(ready.device),
-            prefix_caching=config.enable_prefix_caching,
-        )
-        return StepLoop(scheduler, executor, depth=config.pp + 1, on_end=self._request_ended)
-
-    async def _run(self, steps: StepLoop) -> None:
+    async def _run(self, steps: StepLoop, inbox: Inbox) -> None:
         """The step loop; if it ever fails, everybody learns of it at once."""
         try:
-            await steps.run(self._drain_inbox)
+            await steps.run(inbox.drain)
         except Exception as error:
             logger.exception("the engine's loop failed")
             failure = EngineClosed(f"the engine's loop failed: {error!r}")
             failure.__cause__ = error
-            self._workers_failed(failure)
+            self._give_up(failure)
 
     async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """Close the engine. Requests that still run get EngineClosed, unless `drain` lets them finish first.
@@ -248,10 +199,9 @@ class Engine:
 
     async def _release(self) -> None:
         """Let go of everything, in an order that leaves no waiter without an answer."""
-        if self._steps is not None:
-            self._drain_inbox()
-            self._steps.fail_all(EngineClosed("the engine was closed before the answer was complete"))
-            self._steps.flush()
+        if self._recovery is not None:
+            await self._recovery.stop()
+        self._fail_all(EngineClosed("the engine was closed before the answer was complete"))
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -305,7 +255,7 @@ class Engine:
         from corogen.request import ActiveRequest
 
         limit = self.config.queue_size
-        active, add = ActiveRequest(request, sink, self.admission.tokenizer), self.steps.add
+        active = ActiveRequest(request, sink, self.admission.tokenizer)
         with self._lock:
             if self._refusal is not None:
                 raise self._refused()
@@ -314,47 +264,20 @@ class Engine:
             if request.id in self._ids:
                 raise InvalidRequest(f"request id {request.id!r} is in use", param="request_id")
             self._ids.add(request.id)
-            self._inbox.append((add, active))  # under the lock: who closes the engine finds it there
-        self._wake()
+            self._inbox_or_raise().put(self.steps.add, active)  # under the lock: who closes the engine finds it there
+        self._inbox_or_raise().ring()
 
     def abort(self, request_id: str) -> None:
         """End a request as aborted. Safe from any thread, at any time, more than once, and for unknown ids."""
         if request_id in self._ids:
+            self._inbox_or_raise().put(self.steps.abort, request_id)
             with contextlib.suppress(EngineClosed):
-                self._post(self.steps.abort, request_id)
+                self._inbox_or_raise().ring()
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended. Safe from any thread."""
         with self._lock:
             return list(self._ids)
-
-    def _post(self, function: Callable[[Any], None], argument: Any) -> None:
-        """Run `function(argument)` on the engine's loop, before the next plan."""
-        self._inbox.append((function, argument))
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let the engine's loop look into the inbox."""
-        with self._lock:
-            if self._wake_posted:
-                return
-            self._wake_posted = True
-        if self._loop is None:
-            return
-        if threading.get_ident() == self._thread_id:
-            self.steps.wake()
-            return
-        try:
-            self._loop.call_soon_threadsafe(self.steps.wake)
-        except RuntimeError:
-            raise EngineClosed("the engine's event loop is closed") from None
-
-    def _drain_inbox(self) -> None:
-        with self._lock:
-            self._wake_posted = False
-        while self._inbox:
-            function, argument = self._inbox.popleft()
-            function(argument)
 
     def _request_ended(self, active: ActiveRequest) -> None:
         with self._lock:
@@ -364,11 +287,20 @@ class Engine:
             self._idle.set()
 
     def _workers_failed(self, error: CorogenError) -> None:
+        if self._recovery is not None and self._refusal is None:
+            self._recovery.workers_died(error)
+        else:
+            self._give_up(error)
+
+    def _give_up(self, error: CorogenError) -> None:
         """No step will be answered any more."""
         with self._lock:
             self._refusal = self._refusal or error
-        if self._steps is not None:
-            self._drain_inbox()
+        self._fail_all(error)
+
+    def _fail_all(self, error: CorogenError) -> None:
+        if self._steps is not None and self._inbox is not None:
+            self._inbox.drain()
             self._steps.fail_all(error)
             self._steps.flush()
 
@@ -452,6 +384,11 @@ class Engine:
             raise self._refused()
         return self._ready
 
+    def _inbox_or_raise(self) -> Inbox:
+        if self._inbox is None:
+            raise self._refused()
+        return self._inbox
+
     def run_in_pool(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Run a long piece of text work (tokenising, say) in the engine's own small thread pool."""
         return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
@@ -465,19 +402,35 @@ class Engine:
             pass
         raise EngineClosed("the engine is closed")
 
+    @property
+    def health(self) -> Health:
+        """State, restarts and the last fault; safe from any thread, also before the start and after the end."""
+        from corogen.recovery import Health, State
+
+        recovery = self._recovery
+        if self._closed is not None:
+            state = State.CLOSED
+        elif recovery is None:
+            state = State.STARTING
+        elif self._refusal is not None:
+            state = State.FAILED
+        else:
+            state = State.RESTARTING if recovery.restarting else State.READY
+        return Health(state, recovery.restarts if recovery else 0, recovery.last_error if recovery else None)
+
     def stats(self) -> EngineStats:
         """A picture of the engine at this moment."""
         steps, scheduler = self.steps, self.steps.scheduler
         counts = scheduler.pool.counts
         return EngineStats(
             running=len(scheduler.running),
-            waiting=scheduler.num_waiting + len(self._inbox),
+            waiting=scheduler.num_waiting + len(self._inbox_or_raise()),
             blocks_free=counts.free,
             blocks_cached=counts.cached,
             blocks_used=counts.used,
             steps=steps.steps,
             preemptions=scheduler.preemptions,
-            restarts=0,
+            restarts=self._recovery.restarts if self._recovery else 0,
             cached_tokens=scheduler.cached_tokens,
             ended=dict(steps.ended),
         )
@@ -488,25 +441,8 @@ class Engine:
 
     def describe(self) -> str:
         """One line: what the cache holds."""
-        ready, size = self.ready, self.config.block_size
-        max_len = self.admission.facts.max_len
-        return (
-            f"ready on {ready.device} in {ready.dtype}: {ready.num_blocks} blocks of {size} tokens, sequences of up to "
-            f"{max_len} tokens, of which {ready.num_blocks * size // max_len} fit at once"
-        )
+        return startup.describe(self.config, self.ready, self.admission.facts.max_len)
 
 
 def _log_phase(phase: StartPhase) -> None:
     logger.debug("start-up: %s %d/%d", phase.name, phase.done, phase.total)
-
-
-def _device(config: EngineConfig) -> str:
-    """The device to ask for. A worker that was asked for "auto" looks for itself; batch sizes follow this guess."""
-    if config.device_type == "cpu":
-        return "cpu"
-    if config.device_type == "auto" and (
-        not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    ):
-        return "cpu"
-    name = config.device_type if config.device_type == "cuda" else "auto"
-    return f"cuda:{config.devices[0]}" if config.devices else name

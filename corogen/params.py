@@ -54,7 +54,7 @@ class GenerationConfig:
 
     n: int | UnsetType = UNSET
     #: bound on new tokens (512 when unset); None: as many as the context holds. Capped by what is left of the context
-    max_new_tokens: int | None | UnsetType = UNSET
+    max_new_tokens: int | UnsetType | None = UNSET
     do_sample: bool | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     #: 0: off
@@ -67,25 +67,25 @@ class GenerationConfig:
     #: do not stop at the model's end tokens
     ignore_eos: bool | UnsetType = UNSET
     #: the same seed gives the same answer, whatever else runs; None: a new one each time
-    random_seed: int | None | UnsetType = UNSET
+    random_seed: int | UnsetType | None = UNSET
     #: strings that end the answer, also across tokens
-    stop_words: list[str] | str | None | UnsetType = UNSET
-    stop_token_ids: list[int] | None | UnsetType = UNSET
+    stop_words: list[str] | str | UnsetType | None = UNSET
+    stop_token_ids: list[int] | UnsetType | None = UNSET
     #: ids that are never chosen
-    bad_token_ids: list[int] | None | UnsetType = UNSET
+    bad_token_ids: list[int] | UnsetType | None = UNSET
     #: end tokens and stop token ids can not be chosen before this many new tokens
-    min_new_tokens: int | None | UnsetType = UNSET
+    min_new_tokens: int | UnsetType | None = UNSET
     skip_special_tokens: bool | UnsetType = UNSET
     include_stop_str_in_output: bool | UnsetType = UNSET
     #: lower runs first
     priority: int | UnsetType = UNSET
     # known to LMDeploy's users and not there yet: refused by name when set
-    logprobs: int | None | UnsetType = UNSET
-    response_format: dict[str, Any] | None | UnsetType = UNSET
-    logits_processors: list[Any] | None | UnsetType = UNSET
-    bad_words: list[str] | None | UnsetType = UNSET
-    output_logits: str | None | UnsetType = UNSET
-    output_last_hidden_state: str | None | UnsetType = UNSET
+    logprobs: int | UnsetType | None = UNSET
+    response_format: dict[str, Any] | UnsetType | None = UNSET
+    logits_processors: list[Any] | UnsetType | None = UNSET
+    bad_words: list[str] | UnsetType | None = UNSET
+    output_logits: str | UnsetType | None = UNSET
+    output_last_hidden_state: str | UnsetType | None = UNSET
     return_ppl: bool | UnsetType = UNSET
     repetition_ngram_size: int | UnsetType = UNSET
     repetition_ngram_threshold: int | UnsetType = UNSET
@@ -208,7 +208,9 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
         raise InvalidRequest(f"{name} must be a list of token ids, not {ids!r}", param=name)
     for i in ids:
         if type(i) is not int or not 0 <= i < vocab_size:
-            raise InvalidRequest(f"{name} holds {i!r}; token ids of this model run from 0 to {vocab_size - 1}", param=name)
+            raise InvalidRequest(
+                f"{name} holds {i!r}; token ids of this model run from 0 to {vocab_size - 1}", param=name
+            )
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
@@ -217,7 +219,9 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
         raise InvalidRequest(f"stop_words must be a string or a list of strings, not {value!r}", param="stop_words")
     if not all(words):
-        raise InvalidRequest("stop_words holds an empty string, which every answer contains: drop it", param="stop_words")
+        raise InvalidRequest(
+            "stop_words holds an empty string, which every answer contains: drop it", param="stop_words"
+        )
     if len(words) > MAX_STOP_WORDS:
         raise InvalidRequest(f"stop_words holds {len(words)} strings; at most {MAX_STOP_WORDS}", param="stop_words")
     return tuple(words)

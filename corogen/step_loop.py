@@ -11,7 +11,7 @@ from collections.abc import Callable
 from corogen.errors import CorogenError, RequestFailed, StepFailed
 from corogen.outputs import StepRecord
 from corogen.request import ActiveRequest
-from corogen.schedule import Plan, Scheduler
+from corogen.schedule import Plan, Scheduler, Sequence
 from corogen.stream import Outlet
 from corogen.wire.messages import StepError, StepOutput
 from corogen.workers.executor import Executor, StepResult
@@ -29,6 +29,9 @@ class StepLoop:
     Between those the loop sleeps; nothing is polled.
     """
 
+    #: what to do when a worker raises in a step; gets the error and the name of the exception's class
+    on_step_error: Callable[[StepFailed, str], None]
+
     def __init__(
         self, scheduler: Scheduler, executor: Executor, *, depth: int, on_end: Callable[[ActiveRequest], None]
     ) -> None:
@@ -39,6 +42,8 @@ class StepLoop:
         self._outlets: list[Outlet] = []
         self._active: dict[str, ActiveRequest] = {}
         self._awake = asyncio.Event()
+        #: no step is dispatched while the workers are down
+        self.suspended = False
         self.log: deque[StepRecord] = deque(maxlen=STEP_LOG_SIZE)
         self.steps = 0
         self.ended: Counter[str] = Counter()
@@ -98,7 +103,7 @@ class StepLoop:
     # ------------------------------------------------------------------ steps
 
     def _dispatch(self) -> None:
-        while len(self._in_flight) < self._depth:
+        while len(self._in_flight) < self._depth and not self.suspended:
             plan = self.scheduler.plan()
             if plan is None:
                 if self.scheduler.idle:
@@ -136,18 +141,23 @@ class StepLoop:
         self.log.append(StepRecord(plan.step, *rows, len(scheduler.running), scheduler.num_waiting, duration_s))
 
     def _step_failed(self, result: StepError) -> None:
-        """The requests of the failed epoch end with the worker's traceback; the engine goes on with the others."""
-        logger.error("step %d failed:\n%s", result.step, result.traceback)
-        self.abandon(StepFailed(f"the worker could not compute step {result.step}:\n{result.traceback}"))
+        error = StepFailed(f"the worker could not compute step {result.step}:\n{result.traceback}")
+        logger.error("%s", error)
+        self.on_step_error(error, result.kind)
 
-    def abandon(self, error: CorogenError) -> None:
-        """Steps in flight will never count: their requests end with `error`, the waiting ones stay."""
+    def roll_back(self, *, contents_lost: bool) -> list[Sequence]:
+        """Steps in flight will never count: every sequence waits with the tokens it has. Returns those that ran."""
+        ran = list(self.scheduler.running)
         self._in_flight.clear()
-        victims = [seq.owner for seq in self.scheduler.running]
-        self.scheduler.rollback(contents_lost=True)
-        for active in victims:
-            active.sink.fail(error)
-            self._end(active, "error")
+        self._results.clear()
+        self.scheduler.rollback(contents_lost=contents_lost)
+        return ran
+
+    def fail(self, seq: Sequence, error: CorogenError) -> None:
+        """End one sequence's request with `error`."""
+        active: ActiveRequest = seq.owner
+        active.sink.fail(error)
+        self._end(active, "error")
 
     def _fail(self, active: ActiveRequest, error: Exception) -> None:
         """A fault of one request harms no other."""

@@ -13,11 +13,15 @@ from operator import attrgetter
 
 from corogen.schedule.blocks import BlockPool
 from corogen.schedule.prefix import PrefixHasher
+from corogen.schedule.quarantine import Quarantine
 from corogen.schedule.sequence import Sequence, Status
 from corogen.schedule.slots import SlotPool
 from corogen.wire.messages import PrefillRow, SlotBlocks, SlotInit, StepInput
 
 _rank = attrgetter("rank")
+
+#: a step computes at least this many tokens, however short memory is
+LOWEST_BUDGET = 16
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class Scheduler:
         self.preemptions = 0
         self.cached_tokens = 0
         self.epoch = 0
+        self.quarantine = Quarantine()
         self._hasher = PrefixHasher(block_size) if prefix_caching else None
         self._waiting: list[tuple[tuple[int, float], int, Sequence]] = []
         self._num_waiting = 0
@@ -88,6 +93,8 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing can be computed before a result arrives."""
         plan = Plan(next(self._steps), self.epoch)
+        if self.quarantine.alone is not None:
+            self._clear_the_field(self.quarantine.alone)
         budget = self.token_budget - self._plan_decode(plan)
         budget = self._plan_running_prefill(plan, budget)
         self._admit(plan, budget)
@@ -119,6 +126,9 @@ class Scheduler:
         sampled = iter(tokens[len(plan.decode_rows) :])
         for seq, row in zip(plan.prefill_rows, plan.prefill, strict=True):
             self._complete_prefill(seq, row, sampled, arrived)
+        if self.quarantine.alone is not None:
+            for seq, _ in arrived:
+                self.quarantine.progressed(seq)
         return arrived
 
     def retire(self, plan: Plan) -> None:
@@ -150,6 +160,13 @@ class Scheduler:
         if contents_lost:
             self.pool.forget_contents()
 
+    def lower_budget(self) -> bool:
+        """Compute less at once, after the device ran out of memory. False if that is no longer possible."""
+        if self.token_budget <= LOWEST_BUDGET:
+            return False
+        self.token_budget = max(LOWEST_BUDGET, self.token_budget // 2)
+        return True
+
     def check(self) -> None:
         """Raise RuntimeError if blocks or slots are not where they must be while nothing runs."""
         self.pool.check()
@@ -165,6 +182,8 @@ class Scheduler:
         for seq in self.running[:]:
             if not seq.decoding or len(seq.tokens) + seq.pending >= seq.limit:
                 continue
+            if len(rows) == self.token_budget:
+                break
             if seq.num_computed == len(seq.blocks) * size and not self._extend(seq, plan):
                 continue
             seq.num_computed += 1
@@ -189,6 +208,12 @@ class Scheduler:
         seq.blocks += block
         plan.blocks.append(SlotBlocks(seq.slot, block))
         return True
+
+    def _clear_the_field(self, alone: Sequence) -> None:
+        """Everybody else waits while one sequence is watched."""
+        for seq in self.running[:]:
+            if seq is not alone:
+                self._preempt(seq)
 
     def _plan_running_prefill(self, plan: Plan, budget: int) -> int:
         for seq in self.running:
@@ -219,15 +244,25 @@ class Scheduler:
             seq = self._first_waiting()
             if seq is None or seq.rows_in_flight or not self._take_blocks(seq):
                 return
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._dequeue(seq)
             self._start(seq, plan)
             budget -= self._add_chunk(plan, seq, budget)
 
     def _first_waiting(self) -> Sequence | None:
+        alone = self.quarantine.alone
+        if alone is not None:
+            return alone if alone.status is Status.WAITING else None
         while self._waiting and self._waiting[0][2].status is not Status.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self._num_waiting -= 1
+        if self._waiting[0][2] is seq:
+            heapq.heappop(self._waiting)
+        else:  # out of its turn, to run alone
+            self._waiting = [entry for entry in self._waiting if entry[2] is not seq]
+            heapq.heapify(self._waiting)
 
     def _drop_stale_entries(self) -> None:
         """Ended sequences stay in the heap until they come up; with many of them, build it anew."""

@@ -67,7 +67,7 @@ class FakeExecutor:
         self.steps: list[StepInput] = []
         self._record = record
         self._slots: dict[int, _Slot] = {}
-        self._blocks: dict[int, tuple[_Slot, int]] = {}  # block -> the sequence that wrote it last, and which of its blocks
+        self._blocks: dict[int, tuple[_Slot, int]] = {}  # who wrote it last, and which of its blocks it is
         self._block_size = 1
         self._queue: deque[StepInput] = deque()
         self._failed_epoch = -1
@@ -76,7 +76,11 @@ class FakeExecutor:
         self._dead = False
 
     async def start(self, spec: WorkerSpec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
-        """Ready at once."""
+        """Ready at once, with nothing in the cache; also again, after a scripted death."""
+        self._dead, self._failed_epoch = False, -1
+        self._slots.clear()
+        self._blocks.clear()
+        self._queue.clear()
         on_phase(StartPhase("load"))
         self._block_size = spec.block_size
         blocks = spec.num_blocks or self.num_blocks
@@ -121,7 +125,7 @@ class FakeExecutor:
             return StepSkipped(step.step, step.epoch)
         if fault is not None:
             self._failed_epoch = step.epoch
-            return StepError(step.step, step.epoch, f"{type(fault).__name__}: {fault}")
+            return StepError(step.step, step.epoch, f"{type(fault).__name__}: {fault}", type(fault).__name__)
         return StepOutput(step.step, step.epoch, self.compute(step))
 
     def compute(self, step: StepInput) -> list[int]:

@@ -91,6 +91,8 @@ class StepError(msgspec.Struct, frozen=True, array_like=True, tag="error"):
     step: int
     epoch: int
     traceback: str
+    #: name of the exception's class
+    kind: str = ""
 
 
 class StepSkipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):

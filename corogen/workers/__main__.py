@@ -25,7 +25,7 @@ from corogen.wire.messages import (
 if TYPE_CHECKING:
     from corogen.workers.runner import PendingTokens, Runner
 
-Reply = tuple[StepInput, "PendingTokens | str | None"]
+Reply = tuple[StepInput, "PendingTokens | Exception | None"]
 
 
 def main() -> None:
@@ -78,9 +78,9 @@ def _serve(runner: Runner, channel: BlockingChannel) -> None:
             continue
         try:
             replies.put((message, runner.launch(message)))
-        except Exception:
+        except Exception as error:
             failed_epochs.add(message.epoch)
-            replies.put((message, traceback.format_exc()))
+            replies.put((message, error))
     replies.put(None)
     replier.join()
 
@@ -95,17 +95,22 @@ def _reply(replies: queue.SimpleQueue[Reply | None], channel: BlockingChannel, f
 
 
 def _answer(
-    step: StepInput, outcome: PendingTokens | str | None, failed_epochs: set[int]
+    step: StepInput, outcome: PendingTokens | Exception | None, failed_epochs: set[int]
 ) -> StepOutput | StepError | StepSkipped:
-    if isinstance(outcome, str):
-        return StepError(step.step, step.epoch, outcome)
+    if isinstance(outcome, Exception):
+        return _error(step, outcome)
     if outcome is None or step.epoch in failed_epochs:
         return StepSkipped(step.step, step.epoch)
     try:
         return StepOutput(step.step, step.epoch, outcome.wait())
-    except Exception:
+    except Exception as error:
         failed_epochs.add(step.epoch)
-        return StepError(step.step, step.epoch, traceback.format_exc())
+        return _error(step, error)
+
+
+def _error(step: StepInput, error: Exception) -> StepError:
+    trace = "".join(traceback.format_exception(error))
+    return StepError(step.step, step.epoch, trace, type(error).__name__)
 
 
 if __name__ == "__main__":

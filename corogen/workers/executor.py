@@ -26,7 +26,7 @@ class Executor(Protocol):
     on_failure: Callable[[CorogenError], None]
 
     async def start(self, spec: WorkerSpec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
-        """Start the workers and return when they can take steps."""
+        """Start the workers and return when they can take steps. After `close` they may be started again."""
 
     def submit(self, step: StepInput) -> None:
         """Hand over one step; never blocks."""
@@ -53,6 +53,7 @@ class InlineExecutor:
         """
         from corogen.workers.runner import Runner
 
+        self._failed_epoch = -1
         self._runner = Runner(spec, on_phase)
         try:
             return await asyncio.to_thread(self._runner.load)
@@ -83,5 +84,5 @@ def run_step(runner: Runner, step: StepInput, failed_epoch: int) -> StepResult:
         return StepSkipped(step.step, step.epoch)
     try:
         return StepOutput(step.step, step.epoch, runner.launch(step).wait())
-    except Exception:
-        return StepError(step.step, step.epoch, traceback.format_exc())
+    except Exception as error:
+        return StepError(step.step, step.epoch, traceback.format_exc(), type(error).__name__)

@@ -51,9 +51,12 @@ class ProcessExecutor:
         """Start the worker and wait until it is ready.
 
         Raises:
-            CorogenError: the worker's own error, or WorkerStartError with its traceback or the phase that took too long.
+            CorogenError: the worker's own error, or WorkerStartError with its traceback, or the phase that took too
+                long.
         """
-        self._on_phase = on_phase
+        self._on_phase, self._phase = on_phase, "spawn"
+        self._closing, self._failure = False, None
+        self._in_flight.clear()
         self._ready = asyncio.get_running_loop().create_future()
         self._worker = WorkerProcess(spec.rank, self._received, self._exited)
         try:

@@ -58,14 +58,7 @@ class WorkerProcess:
         self._gone = loop.create_future()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "corogen.workers", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-            )
+            self._process = _spawn(theirs.fileno())
         ours.setblocking(False)
         await loop.create_connection(lambda: self._channel, sock=ours)
         if self._process.stdout is not None:
@@ -108,6 +101,18 @@ class WorkerProcess:
         if not self._gone.done():
             self._gone.set_result(code)
             self._on_exit(code)
+
+
+def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    """Not asyncio's own: its child watchers belong to the main thread, or install a signal handler in the host."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "corogen.workers", str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+    )
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> int:

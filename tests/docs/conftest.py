@@ -2,6 +2,7 @@
 
 import pytest
 
+from corogen import startup
 from corogen.admission import Admission
 from corogen.engine import Engine
 from corogen.params import ModelFacts
@@ -23,10 +24,10 @@ def scripted(monkeypatch):
     async def no_files(self, progress):
         return None
 
-    def make_admission(self, path, max_len, vocab_size):
+    def make_admission(config, path, given, max_len, vocab_size):
         facts = ModelFacts(max_len, vocab_size, frozenset(tokenizer.eos_ids), added_tokens=tokenizer.added_tokens)
         return Admission(tokenizer, ChatTemplate(CHAT_TEMPLATE), facts)
 
     monkeypatch.setattr(Engine, "_resolve", no_files)
-    monkeypatch.setattr(Engine, "_make_admission", make_admission)
-    monkeypatch.setattr(Engine, "_make_executor", lambda self: FakeExecutor(lambda prompt: ids, vocab_size=50_000))
+    monkeypatch.setattr(startup, "make_admission", make_admission)
+    monkeypatch.setattr(startup, "make_executor", lambda config: FakeExecutor(lambda prompt: ids, vocab_size=50_000))

@@ -15,7 +15,6 @@ from corogen.errors import (
     QueueFullError,
     RequestFailed,
     StepFailed,
-    WorkerDied,
 )
 from corogen.params import GenerationConfig
 from tests.engine.helpers import assert_idle, make_engine, says, settle
@@ -180,7 +179,7 @@ async def test_draining_lets_the_running_ones_finish_and_takes_no_new_ones():
 
 
 async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on():
-    async with make_engine(fake={"fail_at": {3: RuntimeError("boom")}}) as engine:
+    async with make_engine(fake={"fail_at": {3: RuntimeError("boom")}}, on_worker_failure="fail") as engine:
         config = GenerationConfig(max_new_tokens=20)
         results = await asyncio.gather(*(engine.generate(f"p{i}", config) for i in range(3)), return_exceptions=True)
         assert all(isinstance(r, StepFailed) and "boom" in str(r) for r in results)
@@ -190,21 +189,12 @@ async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on():
 
 
 async def test_pieces_that_came_before_a_fault_are_delivered_before_it():
-    async with make_engine(fake={"fail_at": {3: RuntimeError("boom")}}) as engine:
-        got = []
+    async with make_engine(fake={"fail_at": {3: RuntimeError("boom")}}, on_worker_failure="fail") as engine:
+        stream, got = engine.stream("abcdef", GenerationConfig(max_new_tokens=20)), ""
         with pytest.raises(StepFailed, match="boom"):
-            async for piece in engine.stream("abcdef", GenerationConfig(max_new_tokens=20)):
-                got.append(piece.text)
-        assert "".join(got) == "abc"
-
-
-async def test_a_dead_worker_fails_everybody_with_its_last_words():
-    death = WorkerDied(0, -9, "Killed")
-    async with make_engine(fake={"fail_at": {2: death}}) as engine:
-        with pytest.raises(WorkerDied, match="signal 9"):
-            await engine.generate("x", GenerationConfig(max_new_tokens=20))
-        with pytest.raises(EngineClosed, match="signal 9"):
-            await engine.generate("x")
+            while True:
+                got += (await anext(stream)).text
+        assert got == "abc"
 
 
 async def test_a_fault_in_one_requests_text_harms_no_other(monkeypatch):
@@ -212,7 +202,7 @@ async def test_a_fault_in_one_requests_text_harms_no_other(monkeypatch):
         config = GenerationConfig(max_new_tokens=12)
         bad = engine.stream("bad", config, request_id="bad")
         good = engine.stream("good", config)
-        engine._drain_inbox()
+        engine._inbox.drain()
         active = engine.steps._active["bad"]
         monkeypatch.setattr(type(active), "advance", _advance_that_fails(type(active).advance, active))
         with pytest.raises(RequestFailed, match="no such thing") as caught:

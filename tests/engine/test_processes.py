@@ -11,7 +11,7 @@ import pytest
 
 from corogen.config import EngineConfig
 from corogen.engine import Engine
-from corogen.errors import CheckpointError, EngineClosed, WorkerDied, WorkerStartError
+from corogen.errors import CheckpointError, WorkerDied, WorkerStartError
 from corogen.params import GenerationConfig
 from corogen.testing.tiny import tiny_model
 
@@ -39,8 +39,20 @@ async def test_a_worker_process_and_the_inline_executor_give_the_same_ids(tiny):
     assert all(len(ids) == 20 for ids in answers[0])
 
 
-async def test_a_killed_worker_fails_its_requests_with_rank_and_signal(tiny):
+async def test_a_killed_worker_is_replaced_and_its_requests_go_on_with_the_same_tokens(tiny):
     async with make(tiny) as engine:
+        undisturbed = await engine.generate([1, 2, 3], LONG)
+        stream = engine.stream([1, 2, 3], LONG)
+        ids = (await anext(stream)).token_ids
+        os.kill(engine._executor.pids[0], signal.SIGKILL)
+        async for piece in stream:
+            ids += piece.token_ids
+        assert ids == undisturbed.token_ids
+        assert engine.stats().restarts == 1
+
+
+async def test_with_the_policy_fail_the_error_has_rank_and_signal(tiny):
+    async with make(tiny, on_worker_failure="fail") as engine:
         stream = engine.stream([1, 2, 3], LONG)
         await anext(stream)
         os.kill(engine._executor.pids[0], signal.SIGKILL)
@@ -48,8 +60,7 @@ async def test_a_killed_worker_fails_its_requests_with_rank_and_signal(tiny):
             async for _ in stream:
                 pass
         assert (caught.value.rank, caught.value.exit_code) == (0, -9)
-        with pytest.raises(EngineClosed, match="signal 9"):
-            await engine.generate([1])
+        assert (await engine.generate([1], GenerationConfig(max_new_tokens=3))).generate_token_len > 0
 
 
 async def test_closing_leaves_no_process(tiny):
@@ -79,7 +90,7 @@ async def test_a_start_that_takes_too_long_names_its_phase(tiny):
 
 
 async def test_a_step_that_takes_too_long_is_named(tiny):
-    async with make(tiny) as engine:
+    async with make(tiny, on_worker_failure="fail") as engine:
         engine._executor._step_timeout_s = 0.3
         os.kill(engine._executor.pids[0], signal.SIGSTOP)
         with pytest.raises(Exception, match=r"took longer than step_timeout_s=0.3"):

@@ -12,11 +12,11 @@ _WORDS = (
 
 
 def chats(count, *, longest=700, seed=7):
-    """`count` chats whose prompts grow from a few tokens to about `longest`."""
+    """`count` prompts of 5 to about `longest` tokens: a few words of raw text, then chats that grow."""
     rng = random.Random(seed)
-    out = [[{"role": "user", "content": "Hi"}]]
-    for i in range(1, count):
-        words = int(3 + (longest - 80) * (i / (count - 1)) ** 1.5 / 1.3)
+    out = ["The capital of France is", [{"role": "user", "content": "Hi"}]]
+    for i in range(2, count):
+        words = int(3 + (longest - 75) * ((i - 1) / (count - 2)) ** 1.5)
         text = " ".join(rng.choice(_WORDS) for _ in range(words))
         out.append([{"role": "user", "content": f"Tell me something about this list: {text}. What stands out?"}])
     return out

@@ -18,18 +18,18 @@ async def check_parity(model, reference, *, count, new, longest, device="cpu"):
     config = GenerationConfig(max_new_tokens=new)
     common = {"device_type": device, "dtype": "float32", "max_batch_size": 32}
     async with Engine(str(model), EngineConfig(**common)) as engine:
-        prompts = [engine.prepare(chat).prompt_ids for chat in chats]
+        prompts = [engine.prepare(c, do_preprocess=not isinstance(c, str)).prompt_ids for c in chats]
         theirs = [parity.generate(reference, prompt, new) for prompt in prompts]
-        alone = [(await engine.generate(chat, config)).token_ids for chat in chats]
+        alone = [(await engine.generate(prompt, config)).token_ids for prompt in prompts]
     async with Engine(str(model), EngineConfig(**common)) as engine:
-        together = [a.token_ids for a in await asyncio.gather(*(engine.generate(c, config) for c in chats))]
+        together = [a.token_ids for a in await asyncio.gather(*(engine.generate(p, config) for p in prompts))]
         order = random.Random(3).sample(range(count), count)
-        shuffled = await asyncio.gather(*(engine.generate(chats[i], config) for i in order))
+        shuffled = await asyncio.gather(*(engine.generate(prompts[i], config) for i in order))
         anew = [a.token_ids for _, a in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])]
         assert engine.stats().cached_tokens > 0
     blocks = -(-(max(map(len, prompts)) + new) // 16) + 2
     async with Engine(str(model), EngineConfig(**common, num_gpu_blocks=blocks)) as engine:
-        scarce = [a.token_ids for a in await asyncio.gather(*(engine.generate(c, config) for c in chats))]
+        scarce = [a.token_ids for a in await asyncio.gather(*(engine.generate(p, config) for p in prompts))]
         assert engine.stats().preemptions >= 1
     runs = {"alone": alone, "together": together, "shuffled": anew, "scarce": scarce}
     ties = {name: parity.near_ties(reference, prompts, ours, theirs) for name, ours in runs.items()}

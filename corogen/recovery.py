@@ -1,0 +1,144 @@
+"""What happens when a step or the workers fail: who is blamed, who resumes, when the workers start again."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from corogen.errors import CorogenError, StepFailed, WorkerError
+from corogen.schedule import Sequence
+from corogen.step_loop import StepLoop
+
+logger = logging.getLogger("corogen.engine")
+
+#: consecutive starts without a single completed step before the engine gives up
+MAX_RESTARTS = 5
+#: pause before the second of them, in seconds; doubled for each that follows, up to the bound
+_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
+#: consecutive failing steps after which the workers themselves are suspect
+_MAX_FAILED_STEPS = 8
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+class State(enum.Enum):
+    """Where an engine stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Health(NamedTuple):
+    """State of the engine, how often its workers were started again, and the last fault if there was one."""
+
+    state: State
+    restarts: int
+    last_error: CorogenError | None
+
+
+class Recovery:
+    """Keeps requests alive across faults: their tokens are known, so they are computed again and go on.
+
+    With `resume` off, requests that ran during a fault end with its error; those that waited stay either way.
+
+    Args:
+        restart: ends the old workers and starts new ones.
+        on_fatal: the workers can not be brought back; called once.
+    """
+
+    def __init__(
+        self,
+        steps: StepLoop,
+        restart: Callable[[], Awaitable[None]],
+        *,
+        resume: bool,
+        on_fatal: Callable[[CorogenError], None],
+    ) -> None:
+        self._steps, self._restart, self._resume, self._on_fatal = steps, restart, resume, on_fatal
+        self._task: asyncio.Task[None] | None = None
+        self._died_again: CorogenError | None = None
+        self._steps_seen = self._idle_starts = self._failed_steps = 0
+        self.restarts = 0
+        self.last_error: CorogenError | None = None
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the workers are down."""
+        return self._task is not None and not self._task.done()
+
+    def step_failed(self, error: StepFailed, kind: str) -> None:
+        """A worker raised in a step and lives; `kind` is the exception's name."""
+        self.last_error = error
+        if kind in _OUT_OF_MEMORY and self._steps.scheduler.lower_budget():
+            logger.warning("out of memory; from now on at most %d tokens a step", self._steps.scheduler.token_budget)
+            self._steps.roll_back(contents_lost=False)
+            return
+        self._failed_steps = 1 if self._made_progress() else self._failed_steps + 1
+        if "CUDA error" in str(error) or self._failed_steps > _MAX_FAILED_STEPS:
+            self.workers_died(error)
+        else:
+            self._blame(error)
+
+    def workers_died(self, error: CorogenError) -> None:
+        """No step in flight will be answered: start new workers."""
+        self.last_error = error
+        logger.error("%s", error)
+        if self.restarting:
+            self._died_again = error
+            return
+        self._idle_starts = 0 if self._made_progress() else self._idle_starts
+        self._steps.suspended = True
+        self._blame(error)
+        self._task = asyncio.get_running_loop().create_task(self._bring_back(error))
+
+    async def stop(self) -> None:
+        """Give up what is under way; for closing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _made_progress(self) -> bool:
+        before, self._steps_seen = self._steps_seen, self._steps.steps
+        return self._steps_seen > before
+
+    def _blame(self, error: CorogenError) -> None:
+        """Steps in flight never count; decide what that means for the sequences that ran."""
+        ran = self._steps.roll_back(contents_lost=True)
+        culprits: list[Sequence] = ran
+        if self._resume:
+            culprit = self._steps.scheduler.quarantine.died(ran)
+            culprits = [] if culprit is None else [culprit]
+        for seq in culprits:
+            self._steps.fail(seq, error)
+        self._steps.wake()
+
+    async def _bring_back(self, error: CorogenError) -> None:
+        while True:
+            self._idle_starts += 1
+            if self._idle_starts > MAX_RESTARTS:
+                self._on_fatal(error)
+                return
+            if self._idle_starts > 1:
+                await asyncio.sleep(min(_BACKOFF_S * 2 ** (self._idle_starts - 2), _MAX_BACKOFF_S))
+            self._died_again = None
+            try:
+                await self._restart()
+            except WorkerError as failure:
+                error = failure
+            except CorogenError as failure:  # the model itself can not be loaded any more
+                self._on_fatal(failure)
+                return
+            else:
+                if self._died_again is None:
+                    break
+                error = self._died_again
+        self.restarts += 1
+        logger.warning("the workers are back (restart %d); %d requests go on", self.restarts, self._steps.num_active)
+        self._steps.suspended = False
+        self._steps.wake()

@@ -1,0 +1,56 @@
+"""Who may run after the workers died: suspects alone, one behind the other, until the culprit is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from corogen.schedule.sequence import Sequence, Status
+
+#: deaths without a new token that make a sequence a suspect, and deaths while alone that make it the culprit
+_SUSPECT_AFTER = 2
+_GUILTY_AFTER = 2
+
+
+class Quarantine:
+    """Finds the one input that takes the workers down, so that it alone fails.
+
+    A death blames everything that ran. Whoever was there for two deaths without a new token in between is suspect.
+    Suspects run alone in turn: a new token clears one, a second death convicts it.
+    """
+
+    def __init__(self) -> None:
+        self._blame: dict[Sequence, tuple[int, int]] = {}  # deaths, and the length at the last one
+        self._suspects: list[Sequence] = []
+        self._solo_deaths = 0
+
+    @property
+    def alone(self) -> Sequence | None:
+        """The sequence that must run alone now, if there is one."""
+        while self._suspects and self._suspects[0].status is Status.ENDED:
+            self._next()
+        return self._suspects[0] if self._suspects else None
+
+    def died(self, running: Iterable[Sequence]) -> Sequence | None:
+        """The workers died while `running` ran. Returns the culprit, once there is no doubt."""
+        running = list(running)
+        if self.alone is not None and running == [self.alone]:
+            self._solo_deaths += 1
+            return self.alone if self._solo_deaths >= _GUILTY_AFTER else None
+        self._blame = {seq: self._deaths(seq) for seq in running}
+        known = set(self._suspects)
+        self._suspects += [s for s in running if self._blame[s][0] >= _SUSPECT_AFTER and s not in known]
+        return None
+
+    def _deaths(self, seq: Sequence) -> tuple[int, int]:
+        deaths, length = self._blame.get(seq, (0, -1))
+        return (deaths + 1 if length == len(seq.tokens) else 1), len(seq.tokens)
+
+    def progressed(self, seq: Sequence) -> None:
+        """A new token came for `seq`."""
+        if self._suspects and self._suspects[0] is seq:
+            self._blame.pop(seq, None)
+            self._next()
+
+    def _next(self) -> None:
+        self._suspects.pop(0)
+        self._solo_deaths = 0

@@ -1,0 +1,124 @@
+"""What happens once, before the first request: the model found, the workers made, the cache divided."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from corogen.config import EngineConfig
+from corogen.errors import ConfigError
+from corogen.params import ModelFacts
+from corogen.schedule import BlockPool, Scheduler
+from corogen.wire.messages import WorkerReady, WorkerSpec
+from corogen.workers.cpus import usable_cpus
+
+if TYPE_CHECKING:
+    from corogen.admission import Admission
+    from corogen.text.tokenizer import Tokenizer
+    from corogen.workers.executor import Executor
+
+#: defaults by device: requests at once, tokens a step
+_CPU_DEFAULTS = (64, 256)
+_GPU_DEFAULTS = (256, 8192)
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """What `distributed_executor_backend` names."""
+    if config.distributed_executor_backend == "uni":
+        from corogen.workers.executor import InlineExecutor
+
+        return InlineExecutor()
+    from corogen.workers.processes import ProcessExecutor
+
+    return ProcessExecutor(start_timeout_s=config.start_timeout_s, step_timeout_s=config.step_timeout_s)
+
+
+def worker_spec(config: EngineConfig, path: Path | None) -> WorkerSpec:
+    """What a worker has to know before it can load."""
+    device = _device(config)
+    return WorkerSpec(
+        model_path=str(path or ""),
+        rank=0,
+        world_size=1,
+        sys_path=[os.path.abspath(p) for p in sys.path if p],
+        device=device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.num_gpu_blocks or None,
+        cache_fraction=config.cache_max_entry_count,
+        max_slots=_max_batch_size(config, device),
+        max_step_tokens=_token_budget(config, device),
+        session_len=config.session_len,
+        num_threads=config.num_threads or usable_cpus(),
+        hf_overrides=config.hf_overrides or {},
+        eager_mode=config.eager_mode,
+    )
+
+
+def make_scheduler(config: EngineConfig, ready: WorkerReady) -> Scheduler:
+    """A scheduler over the blocks that the workers have."""
+    return Scheduler(
+        BlockPool(ready.num_blocks),
+        block_size=config.block_size,
+        max_batch_size=_max_batch_size(config, ready.device),
+        token_budget=_token_budget(config, ready.device),
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def max_len(config: EngineConfig, ready: WorkerReady) -> int:
+    """Tokens of prompt and answer together. Raises ConfigError if more were asked for than the model has positions."""
+    wanted = config.session_len
+    if wanted is not None and wanted > ready.max_positions:
+        raise ConfigError(
+            f"session_len={wanted} is more than the {ready.max_positions} positions of the model: lower it, or "
+            "extend the model through hf_overrides"
+        )
+    return min(wanted or ready.max_positions, ready.num_blocks * config.block_size)
+
+
+def make_admission(
+    config: EngineConfig, path: Path | None, tokenizer: Tokenizer | None, max_len: int, vocab_size: int
+) -> Admission:
+    """Tokenizer, chat template and defaults of the model at `path`; without one, of `tokenizer` alone."""
+    from corogen.admission import Admission
+    from corogen.model.gguf import converted_folder
+
+    if path is not None:
+        folder = converted_folder(path) if path.suffix == ".gguf" else path
+        return Admission.from_folder(folder, config, max_len=max_len, vocab_size=vocab_size)
+    if tokenizer is None:
+        return Admission(None, None, ModelFacts(max_len, vocab_size))
+    facts = ModelFacts(max_len, vocab_size, frozenset(tokenizer.eos_ids), added_tokens=tokenizer.added_tokens)
+    return Admission(tokenizer, None, facts)
+
+
+def describe(config: EngineConfig, ready: WorkerReady, max_len: int) -> str:
+    """One line for the log: what the cache holds."""
+    fit = ready.num_blocks * config.block_size // max_len
+    return (
+        f"ready on {ready.device} in {ready.dtype}: {ready.num_blocks} blocks of {config.block_size} tokens, sequences "
+        f"of up to {max_len} tokens, of which {fit} fit at once"
+    )
+
+
+def _max_batch_size(config: EngineConfig, device: str) -> int:
+    return config.max_batch_size or (_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)[0]
+
+
+def _token_budget(config: EngineConfig, device: str) -> int:
+    return config.max_prefill_token_num or (_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)[1]
+
+
+def _device(config: EngineConfig) -> str:
+    """The device to ask for. A worker that was asked for "auto" looks for itself; batch sizes follow this guess."""
+    if config.device_type == "cpu":
+        return "cpu"
+    if config.device_type == "auto" and (
+        not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    ):
+        return "cpu"
+    name = config.device_type if config.device_type == "cuda" else "auto"
+    return f"cuda:{config.devices[0]}" if config.devices else name
