@@ -63,14 +63,14 @@ class ProcessExecutor:
             await self._worker.start()
             self._worker.send(spec)
             return await asyncio.wait_for(self._ready, self._start_timeout_s)
-        except TimeoutError:
-            self._worker.kill()
+        except BaseException as error:
+            self._worker.kill()  # it may be in the middle of an import, deaf to politeness
             await self.close()
-            raise WorkerStartError(
-                f"worker {spec.rank} was still in phase {self._phase!r} after start_timeout_s={self._start_timeout_s}"
-            ) from None
-        except BaseException:
-            await self.close()
+            if isinstance(error, TimeoutError):
+                raise WorkerStartError(
+                    f"worker {spec.rank} was still in phase {self._phase!r} after "
+                    f"start_timeout_s={self._start_timeout_s}"
+                ) from None
             raise
 
     def submit(self, step: StepInput) -> None:
