@@ -18,7 +18,10 @@ MAX_CPU_CACHE_BYTES = 4 << 30
 
 
 class KVCache:
-    """Keys and values of every layer, [num_blocks, block_size, kv_heads, dim] each, all zero at first."""
+    """Keys and values of every layer, [kv_heads, num_blocks, block_size, dim] each, all zero at first.
+
+    Heads come first so that the gathered blocks of many rows are the operand of one batched product as they are.
+    """
 
     def __init__(
         self,
@@ -30,22 +33,26 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, block_size)
-        self._keys = [_zeros((*shape, f.kv_heads, f.key_dim), dtype, device) for f in layers]
-        self._values = [_zeros((*shape, f.kv_heads, f.value_dim), dtype, device) for f in layers]
+        self._keys = [_zeros((f.kv_heads, *shape, f.key_dim), dtype, device) for f in layers]
+        self._values = [_zeros((f.kv_heads, *shape, f.value_dim), dtype, device) for f in layers]
+        heads = max((f.kv_heads for f in layers), default=0)
+        self._head_starts = torch.arange(heads, device=device)[:, None] * num_blocks
 
     def write(self, layer: int, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [1, Hkv, T, D] at `places` [T], each block * block_size + offset."""
         for store, new in ((self._keys[layer], k), (self._values[layer], v)):
-            store.view(-1, *store.shape[2:]).index_copy_(0, places, new[0].transpose(0, 1))
+            store.view(store.shape[0], -1, store.shape[3]).index_copy_(1, places, new[0])
 
     def gather(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, Hkv, keys, D] of the blocks [rows * blocks a row]."""
-        keys, values = (self._gather(s, blocks, rows) for s in (self._keys[layer], self._values[layer]))
+        """Keys and values [Hkv, rows, keys, D], contiguous, of the blocks [rows * blocks a row]."""
+        heads = self._keys[layer].shape[0]
+        places = (self._head_starts[:heads] + blocks).view(-1)
+        keys, values = (self._gather(s, places, rows) for s in (self._keys[layer], self._values[layer]))
         return keys, values
 
-    def _gather(self, store: torch.Tensor, blocks: torch.Tensor, rows: int) -> torch.Tensor:
-        flat = store.view(self.num_blocks, -1).index_select(0, blocks)
-        return flat.view(rows, -1, *store.shape[2:]).transpose(1, 2)
+    def _gather(self, store: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+        heads, num_blocks, _, dim = store.shape
+        return store.view(heads * num_blocks, -1).index_select(0, places).view(heads, rows, -1, dim)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

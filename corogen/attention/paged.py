@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
-
 from corogen.attention.base import Options, dense_attention
 from corogen.attention.cache import KVCache
 from corogen.attention.plan import DecodeGroup, PrefillSpan, StepPlan
-
-#: torch gives each thread a scratch buffer of `rows * (keys + 2 + D)` numbers. Only when that is a multiple of a vector
-#: register are all buffers aligned alike, and only then does a result not depend on the thread that computes it.
-_ROWS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 8
 
 
 class PagedAttention:
@@ -43,10 +37,11 @@ class PagedAttention:
     def _decode(self, layer: int, q: torch.Tensor, group: DecodeGroup, options: Options) -> torch.Tensor:
         """[rows of the group, Hq, Dv]."""
         k, v = self._cache.gather(layer, group.blocks, group.size)
-        rows = q[0, :, group.rows].transpose(0, 1)
-        if q.device.type == "cpu" and options.softcap is None and options.sinks is None:
+        rows = q[0, :, group.rows]
+        if q.device.type == "cpu" and q.dtype == torch.float32 and options.softcap is None and options.sinks is None:
             return _by_kv_head(rows, k, v, options, group.mask)
-        return dense_attention(rows[:, :, None], k, v, options, mask=group.mask)[:, :, 0]
+        rows, k, v = rows.transpose(0, 1)[:, :, None], k.transpose(0, 1), v.transpose(0, 1)
+        return dense_attention(rows, k, v, options, mask=group.mask)[:, :, 0]
 
     def _prefill(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: PrefillSpan, options: Options
@@ -55,7 +50,7 @@ class PagedAttention:
         if span.blocks is None:
             k, v = k[:, :, span.tokens], v[:, :, span.tokens]
         else:
-            k, v = (t[:, :, : span.num_keys] for t in self._cache.gather(layer, span.blocks, 1))
+            k, v = (t.transpose(0, 1)[:, :, : span.num_keys] for t in self._cache.gather(layer, span.blocks, 1))
         rows = q[:, :, span.tokens]
         out = dense_attention(rows, k, v, options, mask=span.mask, causal=span.mask is None)
         return out[0].transpose(0, 1)
@@ -64,15 +59,17 @@ class PagedAttention:
 def _by_kv_head(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, mask: torch.Tensor
 ) -> torch.Tensor:
-    """One token a sequence on a CPU: q [B, Hq, D] over k, v [B, Hkv, L, D]; returns [B, Hq, Dv].
+    """One token a sequence on a CPU: q [Hq, B, D] over k, v [Hkv, B, L, D]; returns [B, Hq, Dv].
 
-    The query heads of one kv head stand as rows of one product, filled up to a multiple of `_ROWS`.
+    The query heads of one kv head are the rows of one small product. Each product is computed for itself, so a row's
+    result does not depend on its batch mates; and two batched products cost half of what torch's fused attention
+    costs with so few rows.
     """
-    batch, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    rows = q.reshape(batch, kv_heads, group, dim)
-    if group % _ROWS:
-        rows = pad(rows, (0, 0, 0, -group % _ROWS))
-    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=options.scaling)
-    return out[:, :, :group].reshape(batch, heads, v.shape[3])
+    kv_heads, batch, length, dim = k.shape
+    group = q.shape[0] // kv_heads
+    rows = q.reshape(kv_heads, group, batch, dim).transpose(1, 2).reshape(kv_heads * batch, group, dim)
+    hidden = mask.view(1, batch, 1, length).expand(kv_heads, -1, -1, -1).reshape(-1, 1, length)
+    k, v = k.view(kv_heads * batch, length, dim), v.view(kv_heads * batch, length, -1)
+    weights = torch.baddbmm(hidden, rows, k.transpose(1, 2), alpha=options.scaling).softmax(-1)
+    out = torch.bmm(weights, v).view(kv_heads, batch, group, -1)
+    return out.transpose(0, 1).reshape(batch, kv_heads * group, -1)

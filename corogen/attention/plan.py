@@ -94,8 +94,8 @@ class Planner:
         return [self._group(rows, members, padded, window) for padded, members in by_size.items()]
 
     def _padded(self, num_blocks: int) -> int:
-        """Up to whole 64 tokens; coarser for long rows, so that there are few different lengths."""
-        quantum = max(1, 64 // self._block_size)
+        """Up to whole 32 tokens; coarser for long rows, so that there are few different lengths."""
+        quantum = max(1, 32 // self._block_size)
         while num_blocks > 8 * quantum:
             quantum *= 2
         return -(-num_blocks // quantum) * quantum
