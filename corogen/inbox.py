@@ -22,7 +22,8 @@ class Inbox:
         self._loop, self._wake = loop, wake
         self._thread_id = threading.get_ident()
         self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._lock = threading.Lock()
+        # the collector may drop a stream, and so post its abort, in the middle of `ring`
+        self._lock = threading.RLock()
         self._woken = False
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from corogen.attention.base import Options, dense_attention
 from corogen.attention.cache import KVCache
 from corogen.attention.plan import DecodeGroup, PrefillSpan, StepPlan

@@ -40,7 +40,7 @@ def scripted(*args, **options):
 
 def slowly(**config):
     """Steps of a millisecond, so that an endless answer has no end in sight."""
-    return scripted(fake={"step_time_s": 0.001}, **config)
+    return scripted(fake={"step_time_s": 0.001, "max_positions": 20_000}, **config)
 
 
 def idle(pipe):

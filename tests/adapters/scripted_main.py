@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from corogen import startup
 from corogen.admission import Admission
 from corogen.engine import Engine
 from corogen.params import ModelFacts
@@ -26,16 +27,16 @@ def script_every_engine(patch, **fake):
     async def no_files(self, progress):
         return None
 
-    def make_admission(self, path, max_len, vocab_size):
+    def make_admission(config, path, given, max_len, vocab_size):
         facts = ModelFacts(max_len, vocab_size, frozenset(tok.eos_ids), added_tokens=tok.added_tokens)
         return Admission(tok, ChatTemplate("{{ messages[-1].content }}"), facts)
 
-    def make_executor(self):
+    def make_executor(config):
         return FakeExecutor(lambda prompt: [*ids, *prompt, *tok.eos_ids], vocab_size=50_000, **fake)
 
     patch.setattr(Engine, "_resolve", no_files)
-    patch.setattr(Engine, "_make_admission", make_admission)
-    patch.setattr(Engine, "_make_executor", make_executor)
+    patch.setattr(startup, "make_admission", make_admission)
+    patch.setattr(startup, "make_executor", make_executor)
 
 
 if __name__ == "__main__":

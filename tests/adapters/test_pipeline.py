@@ -145,18 +145,22 @@ class TestEveryCaller:
 
     @every_caller
     def test_gets_what_ended_a_request_in_the_engine(self, call):
-        with scripted(fake={"fail_at": {3: RuntimeError("boom")}}) as pipe:
+        with scripted(fake={"fail_at": {3: RuntimeError("boom")}}, on_worker_failure="fail") as pipe:
             with pytest.raises(StepFailed, match="boom"):
                 call(pipe, "x", SHORT)
             assert call(pipe, "again", SHORT).text == expected("again")
 
     @every_caller
-    def test_gets_the_death_of_the_worker_and_then_that_the_engine_has_stopped(self, call):
+    def test_gets_the_same_answer_when_a_worker_dies_on_the_way(self, call):
         with make_pipe(fake={"fail_at": {3: WorkerDied(0, -9, "Killed")}}) as pipe:
+            assert call(pipe, "x", SHORT).text == expected("x")
+
+    @every_caller
+    def test_gets_the_death_of_the_worker_if_that_is_wanted(self, call):
+        with make_pipe(fake={"fail_at": {3: WorkerDied(0, -9, "Killed")}}, on_worker_failure="fail") as pipe:
             with pytest.raises(WorkerDied, match="signal 9"):
                 call(pipe, "x", SHORT)
-            with pytest.raises(EngineClosed, match="signal 9"):
-                call(pipe, "x", SHORT)
+            assert call(pipe, "again", SHORT).text == expected("again")
 
     @every_caller
     def test_gets_an_error_after_close(self, call):
@@ -372,7 +376,7 @@ class TestStreams:
 
     @on_every_loop
     def test_deliver_what_came_before_a_fault(self, run):
-        with scripted(fake={"fail_at": {4: RuntimeError("boom")}}) as pipe:
+        with scripted(fake={"fail_at": {4: RuntimeError("boom")}}, on_worker_failure="fail") as pipe:
 
             async def main():
                 got = []

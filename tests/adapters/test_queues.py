@@ -69,7 +69,10 @@ def test_an_item_may_bring_its_own_settings_or_none():
 
 
 def test_a_failing_step_comes_out_as_its_error():
-    with scripted(fake={"fail_at": {3: RuntimeError("boom")}}) as pipe, QueueAdapter(pipe, SHORT) as bridge:
+    with (
+        scripted(fake={"fail_at": {3: RuntimeError("boom")}}, on_worker_failure="fail") as pipe,
+        QueueAdapter(pipe, SHORT) as bridge,
+    ):
         inbox, outbox = pair()
         bridge.add(inbox, outbox)
         inbox.put("x")
@@ -78,16 +81,23 @@ def test_a_failing_step_comes_out_as_its_error():
         assert outbox.get(timeout=5).text == expected("again")
 
 
-def test_a_dead_worker_comes_out_for_everything():
-    with make_pipe(fake={"fail_at": {3: WorkerDied(0, 1)}}) as pipe, QueueAdapter(pipe, SHORT) as bridge:
+def test_a_dead_worker_comes_out_for_what_ran():
+    fake = {"fail_at": {3: WorkerDied(0, 1)}}
+    with make_pipe(fake=fake, on_worker_failure="fail") as pipe, QueueAdapter(pipe, SHORT) as bridge:
         inbox, outbox = pair()
         bridge.add(inbox, outbox)
         inbox.put("x")
         assert isinstance(outbox.get(timeout=5), WorkerDied)
         inbox.put("y")
-        assert isinstance(outbox.get(timeout=5), EngineClosed)
-        with pytest.raises(EngineClosed):
-            bridge.add(*pair())
+        assert outbox.get(timeout=5).text == expected("y")
+
+
+def test_a_closed_pipeline_takes_no_pairs():
+    pipe = make_pipe()
+    bridge = QueueAdapter(pipe)
+    pipe.close()
+    with pytest.raises(EngineClosed):
+        bridge.add(*pair())
 
 
 def test_a_full_outbox_holds_up_nobody_else():

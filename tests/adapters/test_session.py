@@ -101,7 +101,7 @@ def test_an_abort_leaves_the_history_as_it_was():
 
 
 def test_an_error_leaves_the_history_as_it_was_and_the_session_usable():
-    with talking(fake={"fail_at": {2: RuntimeError("boom")}}) as pipe:
+    with talking(fake={"fail_at": {2: RuntimeError("boom")}}, on_worker_failure="fail") as pipe:
         chat = pipe.session()
         with pytest.raises(StepFailed):
             pipe.chat("Hi", chat)

@@ -35,7 +35,9 @@ async def test_greedy_ids_equal_transformers_on_the_same_gpu(tmp_path, family):
 
 async def test_seeded_sampling_does_not_depend_on_the_batch(tmp_path):
     folder = tiny_model(tmp_path, "llama", with_tokenizer=True)
-    config = GenerationConfig(max_new_tokens=24, do_sample=True, random_seed=42, temperature=0.9, top_p=0.9, ignore_eos=True)
+    config = GenerationConfig(
+        max_new_tokens=24, do_sample=True, random_seed=42, temperature=0.9, top_p=0.9, ignore_eos=True
+    )
     async with Engine(str(folder), EngineConfig(device_type="cuda", dtype="float32")) as engine:
         alone = await engine.generate([1, 2, 3], config)
         other = GenerationConfig(max_new_tokens=24, do_sample=True, ignore_eos=True)

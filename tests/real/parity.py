@@ -5,10 +5,37 @@ import random
 #: the two best logits of a near tie are closer than this
 NEAR_TIE = 5e-4
 
-_WORDS = (
-    "river mountain engine coffee music lantern window garden bicycle planet history kitchen market winter letter "
-    "harbour science morning painting forest village summer ocean bridge teacher island library journey silver"
-).split()
+_WORDS = [
+    "river",
+    "mountain",
+    "engine",
+    "coffee",
+    "music",
+    "lantern",
+    "window",
+    "garden",
+    "bicycle",
+    "planet",
+    "history",
+    "kitchen",
+    "market",
+    "winter",
+    "letter",
+    "harbour",
+    "science",
+    "morning",
+    "painting",
+    "forest",
+    "village",
+    "summer",
+    "ocean",
+    "bridge",
+    "teacher",
+    "island",
+    "library",
+    "journey",
+    "silver",
+]
 
 
 def chats(count, *, longest=700, seed=7):
