@@ -224,7 +224,7 @@ class TestScripted:
                     futures.append(pipe.submit(f"p{i}", SHORT))
                 except QueueFullError:
                     refused += 1
-            assert refused >= 14
+            assert refused == 20 - len(futures) > 0
             assert [f.result(10).text for f in futures] == [expected(f"p{i}") for i in range(len(futures))]
 
 
