@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from corogen.errors import InvalidRequest
-from corogen.stream import Outgoing, Outlet, Signal
+from corogen.stream import Outgoing, Outlet, Signal, two_readers
 
 if TYPE_CHECKING:
     import trio
@@ -72,9 +72,16 @@ class LoopSignal(Signal):
 
     async def wait(self) -> None:
         """Sleep until the next `set`."""
-        if _running_loop() is not self._home:
+        home = self._home
+        if _running_loop() is not home:
             raise _elsewhere()
-        await super().wait()
+        if self._waiter is not None:
+            raise two_readers()
+        self._waiter = waiter = home.create_future()  # not super().wait(): once a piece, a coroutine counts
+        try:
+            await waiter
+        finally:
+            self._waiter = None
 
 
 class LoopPortal:
@@ -125,7 +132,7 @@ class TrioSignal:
         if not trio.lowlevel.in_trio_task() or trio.lowlevel.current_trio_token() is not self._home:
             raise _elsewhere()
         if self._event is not None:
-            raise InvalidRequest("another task waits for the next piece of this stream: a stream has one reader")
+            raise two_readers()
         self._event = trio.Event()
         try:
             await self._event.wait()

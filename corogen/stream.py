@@ -188,6 +188,11 @@ def _fresh(error: BaseException) -> BaseException:
     return copy
 
 
+def two_readers() -> InvalidRequest:
+    """What the second of two concurrent readers gets."""
+    return InvalidRequest("another task waits for the next piece of this stream: a stream has one reader")
+
+
 class Signal:
     """Wakes the one coroutine that waits for news of a request, on an asyncio loop.
 
@@ -207,7 +212,7 @@ class Signal:
     async def wait(self) -> None:
         """Sleep until the next `set`."""
         if self._waiter is not None:
-            raise InvalidRequest("another task waits for the next piece of this stream: a stream has one reader")
+            raise two_readers()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

@@ -84,11 +84,18 @@ def test_the_published_program_with_threads_and_queues_gets_both_answers(tmp_pat
     assert answers == sorted(PRINTED["async_gather.py"])
 
 
+#: whose run with real weights is part of every run of the suite; the others take minutes together
+ALWAYS = {"async_gather.py", "sync.py"}
+
+
 @pytest.mark.real_model
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in PRINTED]
+)
 def test_runs_with_the_demo_model(name, tmp_path):
     with start(EXAMPLES / name, cwd=tmp_path) as program:
-        out, err = program.communicate(timeout=110)
+        out, err = program.communicate(timeout=280)
     assert program.returncode == 0, err
     assert out.strip()
     if name == "sync.py":
@@ -96,9 +103,11 @@ def test_runs_with_the_demo_model(name, tmp_path):
 
 
 @pytest.mark.real_model
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_published_program_runs_with_the_demo_model(tmp_path):
     program = EXAMPLES / "threads_queues_as_published.py"
-    assert all(answers_of_the_published_program(program, cwd=tmp_path, timeout=110))
+    assert all(answers_of_the_published_program(program, cwd=tmp_path, timeout=280))
 
 
 def load_service():

@@ -161,6 +161,29 @@ class TestAwaiting:
             run(main())
             assert_nothing_runs(pipe)
 
+    def test_a_task_that_is_cancelled_while_a_thread_prepares_its_prompt(self, monkeypatch):
+        with slowly() as pipe:
+            admission = type(pipe.engine.admission)
+            prepare, begun, go_on = admission.prepare, threading.Event(), threading.Event()
+
+            def slow(self, *args, **options):
+                begun.set()
+                assert go_on.wait(5)
+                return prepare(self, *args, **options)
+
+            monkeypatch.setattr(admission, "prepare", slow)
+
+            async def main():
+                task = asyncio.create_task(pipe.async_batch_infer("long " * 2000, ENDLESS))
+                await asyncio.to_thread(begun.wait, 5)
+                task.cancel()
+                await asyncio.wait([task])
+                go_on.set()
+
+            asyncio.run(main())
+            assert eventually(lambda: pipe.stats().ended.get("abort") == 1)
+            assert_nothing_runs(pipe)
+
     def test_a_timeout(self):
         with slowly() as pipe:
 
