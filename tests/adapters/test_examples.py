@@ -67,7 +67,7 @@ def test_prints_the_answers_and_ends_by_itself(name, tmp_path):
 
 
 def answers_of_the_published_program(*arguments, cwd, timeout):
-    """What it prints, without line ends: its threads print at once, so lines may mix. It never ends: it is ended here."""
+    """What it prints, without line ends: its threads print at once, so lines may mix. It never ends: ended here."""
     with start(*arguments, cwd=cwd) as program:
         timer = threading.Timer(timeout, program.kill)
         timer.start()
