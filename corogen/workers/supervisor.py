@@ -22,6 +22,8 @@ logger = logging.getLogger("corogen.workers")
 #: seconds that a worker gets to leave by itself before it is killed
 EXIT_GRACE_S = 5.0
 _TAIL_LINES = 30
+#: seconds that a dead worker's last lines may take to come through the pipe
+_LAST_WORDS_S = 1.0
 
 
 class WorkerProcess:
@@ -40,6 +42,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._gone: asyncio.Future[int | None] | None = None
+        self._silent = asyncio.Event()
         self._reaper: asyncio.Task[None] | None = None
 
     @property
@@ -62,7 +65,7 @@ class WorkerProcess:
         ours.setblocking(False)
         await loop.create_connection(lambda: self._channel, sock=ours)
         if self._process.stdout is not None:
-            await loop.connect_read_pipe(lambda: _LineReader(self._heard), self._process.stdout)
+            await loop.connect_read_pipe(lambda: _LineReader(self._heard, self._silent.set), self._process.stdout)
 
     def send(self, message: ToWorker) -> None:
         """Queue one message for the worker."""
@@ -97,7 +100,8 @@ class WorkerProcess:
         if self._process is None or self._gone is None:
             return
         code = await asyncio.to_thread(_wait_or_kill, self._process)
-        await asyncio.sleep(0)  # one turn of the loop, so that the pipe's last lines are in
+        with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipe open
+            await asyncio.wait_for(self._silent.wait(), _LAST_WORDS_S)
         if not self._gone.done():
             self._gone.set_result(code)
             self._on_exit(code)
@@ -139,10 +143,10 @@ def _environment() -> dict[str, str]:
 
 
 class _LineReader(asyncio.Protocol):
-    """Lines of a pipe, decoded leniently."""
+    """Lines of a pipe, decoded leniently; `on_end` when there are no more."""
 
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._on_line = on_line
+    def __init__(self, on_line: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        self._on_line, self._on_end = on_line, on_end
         self._rest = b""
 
     def data_received(self, data: bytes) -> None:
@@ -153,3 +157,4 @@ class _LineReader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._rest:
             self._on_line(self._rest.decode(errors="replace"))
+        self._on_end()
