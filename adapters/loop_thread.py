@@ -101,13 +101,7 @@ class EngineThread:
             raise
 
     def _start(self, coro: Coroutine[Any, Any, Result]) -> Future[Result]:
-        try:
-            future = asyncio.run_coroutine_threadsafe(coro, self.loop)
-        except RuntimeError:
-            coro.close()
-            raise EngineClosed("the engine's thread has ended") from None
-        self._control.watch(future)
-        return future
+        return self._control.start(coro)
 
     def close(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """Close the engine and end the thread. Idempotent, from any thread but the engine's own.
@@ -164,6 +158,7 @@ class _Control:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._life: asyncio.Task[None] | None = None
         self._left = False
+        self._sealed = False
         self._waiting: set[Future[Any]] = set()
 
     def live(self, loop: asyncio.AbstractEventLoop, life: asyncio.Task[None]) -> None:
@@ -184,15 +179,33 @@ class _Control:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended
                 loop.call_soon_threadsafe(life.cancel)
 
-    def watch(self, future: Future[Any]) -> None:
-        """`future` is an answer from the loop; it gets EngineClosed if the loop ends first."""
-        self._waiting.add(future)
+    def start(self, coro: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the loop; its future gets EngineClosed if the loop ends first.
+
+        Raises:
+            EngineClosed: the loop takes nothing more.
+        """
+        with self._lock:
+            if self._loop is None or self._sealed:
+                coro.close()
+                raise EngineClosed("the engine's thread has ended")
+            future = asyncio.run_coroutine_threadsafe(coro, self._loop)
+            self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        if self.ended.done():
-            self._fail(future)
+        return future
+
+    def seal(self) -> None:
+        """Engine thread, while the loop still turns: take nothing more.
+
+        What was taken before becomes a task before the loop stops, and is cancelled with all others. A task that
+        began during the loop's last turns would never be run, nor ended.
+        """
+        with self._lock:
+            self._sealed = True
 
     def end(self) -> None:
         """Engine thread, last of all: the loop is closed."""
+        self.seal()
         self.ended.set_result(None)
         for future in list(self._waiting):
             self._fail(future)
@@ -229,12 +242,12 @@ async def _live(engine: Engine, control: _Control, progress: Callable[[StartPhas
         control.live(asyncio.get_running_loop(), life)
     try:
         await engine.start(progress)
-    except BaseException as error:
-        control.ready.set_exception(error)
-        return
-    control.ready.set_result(None)
-    del control, progress
-    try:
+        control.ready.set_result(None)
         await asyncio.Event().wait()  # until `leave`
+    except BaseException as error:
+        if control.ready.done():
+            raise
+        control.ready.set_exception(error)
     finally:
         await engine.aclose()
+        control.seal()
