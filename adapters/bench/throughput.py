@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corogen.adapters.bench import machine
 from corogen.adapters.bench.figures import spread, stream_figures
 from corogen.adapters.bench.peer import PeerError, PeerProcess
-from corogen.adapters.bench.workload import Round, stream_all
+from corogen.adapters.bench.workload import PromptSource, Round, stream_all
 from corogen.params import GenerationConfig
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Meter:
 
 def measure(
     pipe: Pipeline,
-    prompts: Sequence[Any],
+    prompts: PromptSource,
     *,
     output_len: int,
     ignore_eos: bool = True,
@@ -92,6 +92,7 @@ def measure(
 
     Args:
         ignore_eos: every answer has exactly `output_len` tokens; needed with a peer.
+        prompts: gives the prompts of a round; round 0 is the warm-up.
         say: told one line about each round.
 
     Raises:
@@ -99,45 +100,46 @@ def measure(
     """
     config = GenerationConfig(max_new_tokens=output_len, ignore_eos=ignore_eos)
 
-    def ours() -> Round:
-        return asyncio.run(stream_all(pipe, prompts, config))
+    def ours(round_number: int) -> Round:
+        return asyncio.run(stream_all(pipe, prompts(round_number), config))
 
     say("warm-up")
-    ours()
+    ours(0)
     if peer is None:
         rounds = []
         for i in range(repeat):
-            rounds.append(ours())
+            rounds.append(ours(i + 1))
             say(f"round {i + 1} of {repeat}: {rounds[-1].rate:.1f} tok/s")
-        return _result(rounds, len(prompts), output_len)
+        return _result(rounds, output_len)
     with PeerProcess(peer.folder, peer.threads) as process:
-        return _measure_pairs(ours, process, peer, list(prompts), output_len, repeat, say)
+        return _measure_pairs(ours, process, peer, prompts, output_len, repeat, say)
 
 
 def _measure_pairs(
-    ours: Callable[[], Round],
+    ours: Callable[[int], Round],
     process: PeerProcess,
     peer: PeerRun,
-    prompts: list[Any],
+    prompts: PromptSource,
     output_len: int,
     repeat: int,
     say: Say,
 ) -> dict[str, Any]:
-    def theirs() -> dict[str, Any]:
-        reply = process.run(peer.kind, prompts, output_len)
-        if reply["tokens"] != len(prompts) * output_len:
-            raise PeerError(f"transformers gave {reply['tokens']} tokens instead of {len(prompts)} times {output_len}")
+    def theirs(round_number: int) -> dict[str, Any]:
+        asked = prompts(round_number)
+        reply = process.run(peer.kind, asked, output_len)
+        if reply["tokens"] != len(asked) * output_len:
+            raise PeerError(f"transformers gave {reply['tokens']} tokens instead of {len(asked)} times {output_len}")
         return reply
 
-    theirs()  # warm-up
+    theirs(0)  # warm-up
     meter = Meter(process.pid)
     pairs: list[Pair] = []
     for i in range(repeat):
-        pair = _pair(ours, theirs, meter)
+        pair = _pair(i + 1, ours, theirs, meter)
         pairs.append(pair)
         rates = f"corogen {pair.mine.rate:.1f}, transformers {pair.peer_rate:.1f} tok/s"
         say(f"pair {i + 1} of {repeat}: {rates}, ratio {pair.ratio:.3f}")
-    result = _result([pair.mine for pair in pairs], len(prompts), output_len)
+    result = _result([pair.mine for pair in pairs], output_len)
     result["ratio"] = spread([pair.ratio for pair in pairs])
     result["cores_used"] = [pair.use.ours / pair.mine.seconds for pair in pairs]
     result["peer"] = {"name": "transformers", **peer._asdict(), "versions": process.versions, **_peer_figures(pairs)}
@@ -145,11 +147,13 @@ def _measure_pairs(
     return result
 
 
-def _pair(ours: Callable[[], Round], theirs: Callable[[], dict[str, Any]], meter: Meter) -> Pair:
+def _pair(
+    round_number: int, ours: Callable[[int], Round], theirs: Callable[[int], dict[str, Any]], meter: Meter
+) -> Pair:
     before = meter.read()
-    mine = ours()
+    mine = ours(round_number)
     use, before = meter.since(before), meter.read()
-    reply = theirs()
+    reply = theirs(round_number)
     return Pair(mine, use, reply["seconds"], reply["ids"], meter.since(before))
 
 
@@ -173,9 +177,9 @@ def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return same / total if total else 1.0
 
 
-def _result(rounds: list[Round], requests: int, output_len: int) -> dict[str, Any]:
+def _result(rounds: list[Round], output_len: int) -> dict[str, Any]:
     return {
-        "requests": requests,
+        "requests": len(rounds[0].lines),
         "output_len": output_len,
         "rounds": len(rounds),
         "tokens_per_round": statistics.median(run.tokens for run in rounds),

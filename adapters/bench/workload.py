@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 _FIRST_PLAIN_ID = 300
 
 
-def story_prompts(count: int) -> list[Any]:
-    """`count` different chats of about 47 tokens."""
+#: the prompts of one round, by its number; no two rounds ask the same, so that no answer's prompt is cached as a whole
+PromptSource = Callable[[int], list[Any]]
+
+
+def story_prompts(count: int, round_number: int = 0) -> list[Any]:
+    """`count` different chats of about 47 tokens; they begin alike, with the chat template's system message."""
     text = "Tell me a short story about animal number {} and explain why it likes the colour blue."
-    return [[{"role": "user", "content": text.format(i)}] for i in range(count)]
+    return [
+        [{"role": "user", "content": text.format(i)}] for i in range(count * round_number, count * (round_number + 1))
+    ]
 
 
 def random_prompts(count: int, length: int, vocab_size: int, *, seed: int = 0) -> list[Any]:
@@ -36,8 +42,8 @@ def random_prompts(count: int, length: int, vocab_size: int, *, seed: int = 0) -
     return [[rng.randrange(low, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def prompts_from(path: Path, count: int) -> list[Any]:
-    """`count` prompts from a file, again from its beginning when it has fewer.
+def prompts_from(path: Path, count: int, round_number: int = 0) -> list[Any]:
+    """The next `count` prompts of a file, again from its beginning when it has fewer.
 
     A line is a JSON string, a JSON list (messages or token ids), a JSON object with "messages" or "prompt", or plain
     text.
@@ -51,7 +57,8 @@ def prompts_from(path: Path, count: int) -> list[Any]:
         raise InvalidRequest(f"the prompts can not be read from {path}: {error}", param="prompts") from error
     if not lines:
         raise InvalidRequest(f"{path} holds no prompt: write one a line", param="prompts")
-    return list(itertools.islice(itertools.cycle(map(_prompt_of, lines)), count))
+    first = count * round_number
+    return list(itertools.islice(itertools.cycle(map(_prompt_of, lines)), first, first + count))
 
 
 def _prompt_of(line: str) -> Any:

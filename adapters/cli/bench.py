@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from corogen.adapters.cli.options import EngineOptions, OutputOptions, grouped, 
 from corogen.errors import ConfigError
 
 if TYPE_CHECKING:
+    from corogen.adapters.bench.workload import PromptSource
     from corogen.adapters.pipeline import Pipeline
 
 bench = typer.Typer(
@@ -34,7 +36,7 @@ Compare = Annotated[
 PrefixCaching = Annotated[
     bool,
     typer.Option(
-        "--prefix-caching", help="Keep the prefix cache on: later rounds then find the prompts of earlier ones."
+        help="As the engine's default: what prompts begin with in common is computed once. Rounds ask differently."
     ),
 ]
 
@@ -58,7 +60,7 @@ def throughput(
             callback=one_of("batch", "continuous", "one"),
         ),
     ] = "batch",
-    prefix_caching: PrefixCaching = False,
+    prefix_caching: PrefixCaching = True,
 ) -> None:
     """Many requests at once.
 
@@ -85,7 +87,7 @@ def latency(
     prompts: Prompts = None,
     repeat: Repeat = 5,
     compare: Compare = None,
-    prefix_caching: PrefixCaching = False,
+    prefix_caching: PrefixCaching = True,
 ) -> None:
     """One request alone.
 
@@ -197,16 +199,17 @@ def _measured(
     return {"model": engine.model, "input": _input_words(input_len, file), **result, "setting": setting}
 
 
-def _prompts(pipe: Pipeline, count: int, input_len: int | None, file: Path | None) -> list[Any]:
+def _prompts(pipe: Pipeline, count: int, input_len: int | None, file: Path | None) -> PromptSource:
     from corogen.adapters.bench import workload
 
     if input_len is not None and file is not None:
         raise typer.BadParameter("give --input-len or --prompts, not both")
     if file is not None:
-        return workload.prompts_from(file, count)
+        return functools.partial(workload.prompts_from, file, count)
     if input_len is not None:
-        return workload.random_prompts(count, input_len, pipe.engine.admission.facts.vocab_size)
-    return workload.story_prompts(count)
+        vocab_size = pipe.engine.admission.facts.vocab_size
+        return lambda number: workload.random_prompts(count, input_len, vocab_size, seed=number)
+    return functools.partial(workload.story_prompts, count)
 
 
 def _input_words(input_len: int | None, file: Path | None) -> str:

@@ -52,6 +52,11 @@ def forward_context(context: Context) -> Iterator[None]:
         _active.reset(token)
 
 
+def is_active() -> bool:
+    """Whether the running code is part of a forward of ours."""
+    return _active.get(None) is not None
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corogen.attention.base import attention
 from corogen.errors import ModelError, ModelNotFound, UnsupportedModel
+from corogen.model.rotary import Rotary
 
 ATTENTION = "corogen"
 
@@ -188,6 +189,14 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         modules.register_parameter = original
+
+
+def use_own_rotary(model: Any) -> None:
+    """The model's module turns queries and keys with our function, as far as it computes the same."""
+    module = sys.modules[type(model).__module__]
+    original = getattr(module, "apply_rotary_pos_emb", None)
+    if original is not None and not isinstance(original, Rotary):
+        module.apply_rotary_pos_emb = Rotary(original)  # type: ignore[attr-defined]
 
 
 def forward(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:

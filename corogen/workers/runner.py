@@ -19,6 +19,7 @@ from corogen.model import gguf, hf
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
 from corogen.model.load import Loader, first_dtype, own_memory
+from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
 from corogen.sample.sampler import sample
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
@@ -101,6 +102,8 @@ class Runner:
             self._warnings += loader.warnings
         self._vocab_size = hf.vocab_size(model)
         fuse_and_pack(model)
+        replace_norms(model)
+        hf.use_own_rotary(model)
         own_memory(model, self._device)
         self._model = model
 

@@ -65,11 +65,11 @@ def test_prompts_can_be_ids_of_a_given_length(pipe):
     assert all(token < 1000 for prompt, _, _ in pipe.asked for token in prompt)
 
 
-def test_the_prefix_cache_is_off_unless_asked_for(pipe):
+def test_the_prefix_cache_is_on_as_by_default_unless_refused(pipe):
     corogen("bench", "latency", "--repeat", "1", "--output-len", "4")
-    assert pipe.opened_with[1].enable_prefix_caching is False
-    corogen("bench", "latency", "--repeat", "1", "--output-len", "4", "--prefix-caching")
     assert pipe.opened_with[1].enable_prefix_caching is True
+    corogen("bench", "latency", "--repeat", "1", "--output-len", "4", "--no-prefix-caching")
+    assert pipe.opened_with[1].enable_prefix_caching is False
 
 
 def test_both_sides_warm_up_and_then_take_turns(pipe, against):
