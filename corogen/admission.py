@@ -46,6 +46,9 @@ class Request:
     skip_special_tokens: bool
     #: lower runs first
     priority: int
+    #: seconds from arrival until it must be complete, and until it must first run
+    timeout_s: float | None
+    queue_timeout_s: float | None
     #: `time.monotonic()` of its admission
     arrival: float
 
@@ -88,6 +91,7 @@ class Admission:
         Raises:
             InvalidRequest: or one of its subclasses, naming the value at fault and the remedy.
         """
+        arrival = time.monotonic()
         ids = self._prompt_ids(prompt, do_preprocess)
         if len(ids) >= self.facts.max_len:
             raise PromptTooLong(len(ids), self.facts.max_len)
@@ -100,7 +104,9 @@ class Admission:
             max_new_tokens=resolved.max_new_tokens,
             skip_special_tokens=resolved.skip_special_tokens,
             priority=resolved.priority,
-            arrival=time.monotonic(),
+            timeout_s=resolved.timeout_s,
+            queue_timeout_s=resolved.queue_timeout_s,
+            arrival=arrival,
         )
 
     def is_long(self, prompt: Any) -> bool:

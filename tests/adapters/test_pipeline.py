@@ -310,8 +310,44 @@ class TestAFullQueue:
     def test_refuses_single_items_of_a_list(self, call):
         with slowly(queue_size=3) as pipe:
             answers = call(pipe, list("abcde"), SHORT)
+            if call is by_queue:  # what feeds it waits instead
+                assert [a.text for a in answers] == [expected(p) for p in "abcde"]
+                return
             assert [a.error_code for a in answers] == [None] * 3 + ["queue_full"] * 2
             assert [a.text for a in answers[:3]] == [expected(p) for p in "abc"]
+
+    def test_lets_those_wait_who_want_to(self):
+        prompts = list("abcdefgh")
+        texts = [expected(p) for p in prompts]
+        with scripted(queue_size=2) as pipe:
+            assert [a.text for a in pipe.infer(prompts, SHORT, when_full="wait")] == texts
+            assert [a.text for a in pipe.submit(prompts, SHORT, when_full="wait").result(10)] == texts
+            assert [a.text for a in asyncio.run(pipe.async_batch_infer(prompts, SHORT, when_full="wait"))] == texts
+            assert "".join(p.text for p in pipe.stream_infer("a", SHORT, when_full="wait")) == texts[0]
+            with pytest.raises(InvalidRequest, match="when_full"):
+                pipe.infer("a", when_full="later")
+
+    def test_keeps_the_items_of_a_queue_in_its_inbox(self):
+        inbox, outbox = queue.Queue(), queue.Queue()
+        with slowly(queue_size=1) as pipe, pipe.stream_infer("x", ENDLESS) as stream, QueueAdapter(pipe) as bridge:
+            bridge.add(inbox, outbox)
+            for prompt in "abcd":
+                inbox.put((prompt, SHORT))
+            next(stream)
+            assert inbox.qsize() >= 3
+            stream.close()
+            assert [outbox.get(timeout=10).text for _ in "abcd"] == [expected(p) for p in "abcd"]
+
+
+class TestDeadlines:
+    @every_caller
+    def test_end_one_item_and_spare_the_others(self, call):
+        with slowly(max_batch_size=4) as pipe:
+            hurried = GenerationConfig(max_new_tokens=4000, ignore_eos=True, timeout_s=0.05)
+            late, good = call(pipe, ["a", "b"], [hurried, SHORT])
+            assert (late.finish_reason, late.error_code) == ("error", "timeout")
+            assert "timeout_s=0.05" in late.error_message
+            assert good.text == expected("b")
 
 
 class TestBlockingCalls:
