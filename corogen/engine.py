@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -115,17 +113,18 @@ class Engine:
         from corogen.step_loop import StepLoop
 
         config = self.config
-        path = await self._resolve(progress)
+        path = None
+        if self.model is not None:
+            path = await startup.find_model(self.model, config, self.text_pool, progress)
         executor = self._executor = self._executor or startup.make_executor(config)
         executor.on_failure = self._workers_failed
         spec = startup.worker_spec(config, path)
-        ready = self._ready = await executor.start(spec, progress)
+        ready, files = await startup.start_workers(executor, spec, path, config, self.text_pool, progress)
+        self._ready = ready
         for line in ready.warnings:
             logger.warning("%s", line)
         max_len = startup.max_len(config, ready)
-        self._admission = await self.text_pool.run(
-            startup.make_admission, config, path, self._tokenizer, max_len, ready.vocab_size
-        )
+        self._admission = startup.make_admission(config, files, self._tokenizer, max_len, ready.vocab_size)
         scheduler = startup.make_scheduler(config, ready)
         intake = self._intake
         steps = self._steps = StepLoop(scheduler, executor, depth=config.pp + 1, intake=intake, on_idle=self._idle.set)
@@ -137,23 +136,6 @@ class Engine:
         intake.connect(steps, Inbox(asyncio.get_running_loop(), steps.wake))
         self._task = asyncio.get_running_loop().create_task(self._run(steps))
         logger.info("%s", self.describe())
-
-    async def _resolve(self, progress: Callable[[StartPhase], None]) -> Path | None:
-        if self.model is None:
-            return None
-        from corogen.model.source import resolve_model
-
-        loop = asyncio.get_running_loop()
-
-        def report(what: str, done: int, total: int) -> None:
-            loop.call_soon_threadsafe(progress, StartPhase(what, done, total))
-
-        config = self.config
-        resolve = functools.partial(
-            resolve_model, self.model, revision=config.revision, download_dir=config.download_dir, progress=report
-        )
-        path: Path = await self.text_pool.run(resolve)
-        return path
 
     async def _restart_workers(self) -> None:
         if self._executor is not None and self._respawn_spec is not None:
