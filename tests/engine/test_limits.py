@@ -118,9 +118,7 @@ class TestDeadlines:
         async with make_engine(fake={"step_time_s": 0.002}) as engine:
             stream = engine.stream("x", GenerationConfig(max_new_tokens=ENDLESS, ignore_eos=True, timeout_s=0.05))
             text = ""
-            with pytest.raises(
-                RequestTimeout, match=r"timeout_s=0\.05 passed before its answer was complete"
-            ) as caught:
+            with pytest.raises(RequestTimeout, match=r"timeout_s=0\.05 passed before its answer") as caught:
                 async for piece in stream:
                     text += piece.text
             assert caught.value.code == "timeout"
