@@ -102,7 +102,7 @@ class Engine:
             raise EngineClosed("an engine starts once: make a new one")
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         try:
-            await self._load(progress or _log_phase)
+            await self._load(startup.harmless(progress or _log_phase))
         except BaseException:
             await self._release()
             raise

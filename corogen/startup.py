@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -23,12 +24,26 @@ if TYPE_CHECKING:
     from corogen.text.tokenizer import Tokenizer
     from corogen.workers.executor import Executor
 
+logger = logging.getLogger("corogen.engine")
+
 #: defaults by device: requests at once, tokens a step
 _CPU_DEFAULTS = (64, 256)
 _GPU_DEFAULTS = (256, 8192)
 
 
 Progress = Callable[[StartPhase], None]
+
+
+def harmless(progress: Progress) -> Progress:
+    """`progress`, whose exceptions are logged: what a caller wants to show must not end the start."""
+
+    def call(phase: StartPhase) -> None:
+        try:
+            progress(phase)
+        except Exception:
+            logger.exception("the progress callback failed in phase %s", phase.name)
+
+    return call
 
 
 async def find_model(model: str, config: EngineConfig, pool: TextPool, progress: Progress) -> Path:

@@ -1,7 +1,9 @@
 """Every way to call a pipeline gives the same answers and the same errors."""
 
 import asyncio
+import os
 import queue
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -625,3 +627,19 @@ def test_a_second_load_names_the_first(caplog, monkeypatch):
     caplog.clear()
     make_pipe(model="some/model").close()
     assert "again" not in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")
+def test_a_signal_handler_may_ask_while_the_main_thread_waits():
+    with slowly(max_batch_size=4) as pipe:
+        answers = []
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: answers.append(pipe.infer("abc", SHORT).text))
+        try:
+            sender = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+            sender.start()
+            texts = [a.text for a in pipe.infer(["xyz"] * 20, SHORT)]
+            sender.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert texts == [expected("xyz")] * 20
+        assert answers == [expected("abc")]

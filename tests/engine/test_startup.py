@@ -7,7 +7,9 @@ import pytest
 from corogen.config import EngineConfig
 from corogen.engine import Engine
 from corogen.errors import ConfigError, TokenizerError
+from corogen.params import GenerationConfig
 from corogen.testing.tiny import tiny_model
+from tests.engine.helpers import make_engine
 
 
 class NeverReady:
@@ -52,3 +54,14 @@ async def test_a_gpu_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="device_type='cuda'"):
         await Engine(str(tmp_path), EngineConfig(device_type="cuda")).start()
     assert time.monotonic() - began < 5
+
+
+async def test_a_progress_callback_that_raises_is_logged_and_harms_nothing(caplog):
+    def progress(phase):
+        raise ZeroDivisionError("of the caller")
+
+    engine = make_engine()
+    await engine.start(progress)
+    assert (await engine.generate("x", GenerationConfig(max_new_tokens=2))).text == "xx"
+    await engine.aclose()
+    assert "of the caller" in caplog.text
