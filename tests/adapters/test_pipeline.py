@@ -611,12 +611,10 @@ def test_a_progress_bar_on_request(capsys):
 
 
 def test_a_second_load_names_the_first(caplog, monkeypatch):
-    from corogen.engine import Engine
-
-    async def no_files(self, progress):
+    async def no_files(*args):
         return None
 
-    monkeypatch.setattr(Engine, "_resolve", no_files)
+    monkeypatch.setattr("corogen.startup.find_model", no_files)
     first = make_pipe(model="some/model")
     with make_pipe(model="other/model"):
         assert "again" not in caplog.text
