@@ -171,27 +171,28 @@ def _problems(config: EngineConfig) -> list[str]:
     return found
 
 
-#: field -> (lowest value, whether None is allowed)
+#: field -> (lowest value, highest value, whether None is allowed)
 _WHOLE_NUMBERS = {
-    "tp": (1, False),
-    "pp": (1, False),
-    "session_len": (2, True),
-    "max_batch_size": (1, True),
-    "num_gpu_blocks": (0, False),
-    "block_size": (1, False),
-    "max_prefill_token_num": (1, True),
-    "queue_size": (0, False),
-    "max_waiting_tokens": (0, False),
-    "num_threads": (1, True),
+    "tp": (1, 4096, False),
+    "pp": (1, 4096, False),
+    "session_len": (2, 2**31, True),
+    "max_batch_size": (1, 65_536, True),
+    "num_gpu_blocks": (0, 2**24, False),
+    "block_size": (1, 65_536, False),
+    "max_prefill_token_num": (1, 2**24, True),
+    "queue_size": (0, 2**63, False),
+    "max_waiting_tokens": (0, 2**63, False),
+    "num_threads": (1, 65_536, True),
 }
 
 
 def _number_problems(config: EngineConfig) -> list[str]:
     found = []
-    for name, (low, optional) in _WHOLE_NUMBERS.items():
+    for name, (low, high, optional) in _WHOLE_NUMBERS.items():
         value = getattr(config, name)
-        if not (optional and value is None) and (type(value) is not int or value < low):
-            found.append(f"{name} must be a whole number of at least {low}{', or None' * optional}, not {value!r}")
+        if not (optional and value is None) and (type(value) is not int or not low <= value <= high):
+            bounds = f"of at least {low}" if type(value) is not int or value < low else f"of at most {high}"
+            found.append(f"{name} must be a whole number {bounds}{', or None' * optional}, not {value!r}")
     share = config.cache_max_entry_count
     if not _is_number(share) or not 0 < share < 1:
         found.append(f"cache_max_entry_count must lie between 0 and 1, both excluded, not {share!r}")

@@ -46,12 +46,21 @@ GREEDY_BELOW = 1e-3
 
 MAX_STOP_WORDS = 64
 
+#: of top_p: what is smaller would be zero in fp32; it keeps the best token alone anyway
+_LEAST_SHARE = 1e-30
+
 #: a year: longer than any timer of an event loop should be
 MAX_TIMEOUT_S = 365 * 86400.0
 
 
 #: what becomes of a request for which there is no room: QueueFullError at once, or it waits for its turn
 WhenFull = Literal["raise", "wait"]
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Raise InvalidRequest unless `timeout_s` is None or a number of seconds of at least 0."""
+    if timeout_s is not None:
+        _real("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S, False)
 
 
 def may_wait(when_full: str) -> bool:
@@ -113,7 +122,15 @@ class GenerationConfig:
 
     def explicit(self) -> dict[str, Any]:
         """The fields that were given."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not UNSET}
+        return {f.name: _builtin(v) for f in fields(self) if (v := getattr(self, f.name)) is not UNSET}
+
+
+def _builtin(value: Any) -> Any:
+    """A number of numpy as Python's own, also inside a list; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return [_builtin(item) for item in value]
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+    return value.item() if is_scalar else value
 
 
 _NOT_YET = {
@@ -172,7 +189,7 @@ class Resolved:
 def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
     """Raise InvalidRequest for the first field of `given` that has a wrong type or value, naming both."""
     for name, neutral in _NOT_YET.items():
-        if name in given and given[name] != neutral:
+        if name in given and not _is(given[name], neutral):
             raise UnsupportedFeature(f"{name}={given[name]!r} is not supported by this version", param=name)
     if given.get("n", 1) != 1:
         _whole("n", given["n"], 1, 128)
@@ -191,11 +208,16 @@ def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
     stop_strings(given.get("stop_words"))
 
 
+def _is(value: Any, neutral: Any) -> bool:
+    """Whether `value` means nothing; of any type, also of one whose comparison gives no single answer."""
+    return value is neutral or (type(value) is type(neutral) and value == neutral)
+
+
 _OPTIONAL = ("max_new_tokens", "min_new_tokens", "random_seed", "timeout_s", "queue_timeout_s")
 _WHOLE = {
     "max_new_tokens": (1, None),
-    "min_new_tokens": (0, None),
-    "top_k": (0, None),
+    "min_new_tokens": (0, 2**31),
+    "top_k": (0, 2**31),
     "random_seed": (-(2**63), 2**64 - 1),
     "priority": (-(2**31), 2**31),
 }
@@ -203,7 +225,7 @@ _REAL = {
     "temperature": (0.0, 100.0, False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 100.0, True),
+    "repetition_penalty": (0.01, 100.0, False),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
     "timeout_s": (0.0, MAX_TIMEOUT_S, True),
@@ -262,6 +284,7 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
     value = {**ENGINE_DEFAULTS, **(model.defaults if given.get("do_sample") else {}), **given}
     named = _named_stops(value, model)
     stop = frozenset(named) if value["ignore_eos"] else frozenset(named) | model.eos_ids
+    _check_choice(value, stop, model)
     words = stop_strings(value["stop_words"])
     room = model.max_len - prompt_len
     return Resolved(
@@ -273,6 +296,15 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
         timeout_s=value["timeout_s"],
         queue_timeout_s=value["queue_timeout_s"],
     )
+
+
+def _check_choice(value: Mapping[str, Any], stop: frozenset[int], model: ModelFacts) -> None:
+    """Raise InvalidRequest if no id is left to choose from."""
+    banned = set(value["bad_token_ids"] or ())
+    if value["min_new_tokens"]:
+        banned |= stop
+    if len(banned) >= model.vocab_size:
+        raise InvalidRequest("bad_token_ids leaves no token to choose from", param="bad_token_ids")
 
 
 def _given(config: GenerationConfig | None) -> dict[str, Any]:
@@ -299,7 +331,7 @@ def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -
     return Sampling(
         temperature=0.0 if greedy else float(value["temperature"]),
         top_k=value["top_k"],
-        top_p=float(value["top_p"]),
+        top_p=max(float(value["top_p"]), _LEAST_SHARE),
         min_p=float(value["min_p"]),
         seed=secrets.randbits(63) if seed is None else seed % 2**63,
         suppress_ids=tuple(sorted(stop)) if minimum else (),

@@ -214,7 +214,18 @@ def _as_dict(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """`value` out of JSON types alone, so that a template finds no object whose methods do something."""
+    """`value` out of JSON types alone, so that a template finds no object whose methods do something.
+
+    Raises:
+        InvalidRequest: it holds itself, or is nested hundreds of levels deep.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise InvalidRequest("a message holds itself, or is nested too deep", param="prompt") from None
+
+
+def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):  # a subclass, such as an enum's member
@@ -224,9 +235,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     data = _as_dict(value)
-    return f"<{type(value).__name__}>" if data is None else {plain(name): plain(item) for name, item in data.items()}
+    return f"<{type(value).__name__}>" if data is None else {_plain(name): _plain(item) for name, item in data.items()}
 
 
 def _kind(value: Any) -> str:
