@@ -15,5 +15,5 @@ with pipeline("demo") as pipe:
     print()
 
     chat = pipe.session()
-    print(pipe.chat("Hi, I am Ada.", session=chat, gen_config=short).text)
-    print(pipe.chat("What is my name?", session=chat, gen_config=short).text)
+    print(pipe.chat("What is the capital of Italy?", session=chat, gen_config=short).text)
+    print(pipe.chat("And of Japan?", session=chat, gen_config=short).text)
