@@ -144,7 +144,7 @@ def _bars() -> Any:
     return Progress(
         SpinnerColumn(finished_text=" "),
         TextColumn("{task.description:<32}"),
-        BarColumn(bar_width=30),
+        BarColumn(bar_width=20),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
         console=Console(stderr=True),
