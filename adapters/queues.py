@@ -7,17 +7,18 @@ import itertools
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from corogen.errors import EngineClosed, InvalidRequest, RequestAborted
+from corogen.adapters.pipeline import Pipeline
+from corogen.errors import EngineClosed, InvalidRequest, RequestAborted, a_type_of
 from corogen.params import GenerationConfig
 
 if TYPE_CHECKING:
     from corogen.adapters.futures import RequestFuture
-    from corogen.adapters.pipeline import Pipeline
 
 _keys = itertools.count(1)
 
@@ -51,9 +52,14 @@ class QueueAdapter:
 
     Args:
         gen_config: for items that bring none.
+
+    Raises:
+        InvalidRequest: an argument is of another type.
     """
 
     def __init__(self, pipe: Pipeline, gen_config: GenerationConfig | None = None) -> None:
+        if not isinstance(pipe, Pipeline):
+            raise InvalidRequest(f"pipe must be a Pipeline, as pipeline(...) returns it, not {pipe!r}", param="pipe")
         if gen_config is not None and not isinstance(gen_config, GenerationConfig):
             raise InvalidRequest(f"gen_config must be a GenerationConfig, not {gen_config!r}", param="gen_config")
         self._pipe, self._gen_config = pipe, gen_config
@@ -65,9 +71,11 @@ class QueueAdapter:
         """Serve a pair of queues from now on.
 
         Raises:
-            InvalidRequest: the inbox is served already.
+            InvalidRequest: the inbox is served already, or one of the two is no queue.
             EngineClosed: the adapter or the pipeline is closed.
         """
+        _check_queue(inbox, "inbox")
+        _check_queue(outbox, "outbox")
         self._pipe.engine.check_open()
         with self._lock:
             if self._closed:
@@ -188,14 +196,12 @@ class _Pair:
 
     def _accept(self, item: Any) -> RequestFuture | BaseException:
         """The future of an item, or what is wrong with it."""
-        config = self._gen_config
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], GenerationConfig | None):
-            item, config = item[0], item[1] or config
         try:
+            prompt, config = _parts(item)
             if self._refusing:
                 raise EngineClosed("the queue adapter was closed before this item was taken")
             self._pipe.engine.wait_for_room()  # a full engine holds up this thread, and so those who fill the inbox
-            future = self._pipe.submit(item, config, when_full="wait")
+            future = self._pipe.submit(prompt, config or self._gen_config, when_full="wait")
         except Exception as error:
             return error
         self._running.add(future)
@@ -219,6 +225,30 @@ class _Pair:
         if done is not None:
             with contextlib.suppress(ValueError):  # somebody else counts, too
                 done()
+
+
+def _check_queue(value: Any, name: str) -> None:
+    if not callable(getattr(value, "get", None)) or not callable(getattr(value, "put", None)):
+        raise InvalidRequest(f"{name} must be a queue, with get and put, not {a_type_of(value)}", param=name)
+
+
+#: what a prompt, or a message of one, can be
+_PROMPTS = (str, list, tuple, Mapping)
+
+
+def _parts(item: Any) -> tuple[Any, GenerationConfig | None]:
+    """The prompt of an item, and the settings that it brings. Raises InvalidRequest for a pair of something else."""
+    if not isinstance(item, tuple):
+        return item, None
+    if len(item) == 2 and isinstance(item[1], GenerationConfig | None):
+        return item
+    if item and isinstance(item[0], _PROMPTS) and not all(isinstance(part, _PROMPTS) for part in item):
+        raise InvalidRequest(
+            "an item is a prompt, or a pair of a prompt and a GenerationConfig; this one has "
+            f"{len(item)} parts, of which the second is {a_type_of(item[1])}",
+            param="gen_config",
+        )
+    return item, None
 
 
 def _result(accepted: RequestFuture | BaseException) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from corogen.errors import ConfigError
@@ -61,32 +63,46 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
 Config = TypeVar("Config")
 
 
-def _refuse_unknown_fields(cls: type[Config]) -> type[Config]:
-    """Turn a keyword that the class does not have into a ConfigError that says what to use instead."""
-    generated: Callable[..., None] = cls.__init__
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+def refuse_unknown_fields(
+    error: Callable[[dict[str, str]], Exception],
+    *,
+    foreign: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
+    other_names: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[type[Config]], type[Config]]:
+    """Let a dataclass turn keywords that it does not have into an error that says what to use instead.
 
-    @functools.wraps(generated)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-        unknown = [name for name in options if name not in known]
-        problems = [_explain_unknown(name, options.pop(name), known) for name in unknown]
-        if any(problems):
-            raise ConfigError([p for p in problems if p])
-        generated(self, *args, **options)
+    Args:
+        error: makes it of what is wrong, by keyword.
+        foreign: keywords of others that are dropped with their default: name -> (that default, what to do instead).
+        other_names: what fields are called elsewhere: that name -> the field.
+    """
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
+    def explain(name: str, value: Any, known: set[str]) -> str:
+        if name in foreign:
+            default, instead = foreign[name]
+            return "" if value == default else f"{name}={value!r}, a setting of LMDeploy, is not supported: {instead}"
+        close = [other_names[name]] if name in other_names else difflib.get_close_matches(name, known, n=1)
+        return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        generated: Callable[..., None] = cls.__init__
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            unknown = {name: explain(name, options.pop(name), known) for name in [*options] if name not in known}
+            problems = {name: problem for name, problem in unknown.items() if problem}
+            if problems:
+                raise error(problems)
+            generated(self, *args, **options)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
-def _explain_unknown(name: str, value: Any, known: set[str]) -> str:
-    if name in _FOREIGN:
-        default, instead = _FOREIGN[name]
-        return "" if value == default else f"{name}={value!r}, a setting of LMDeploy, is not supported: {instead}"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-
-
-@_refuse_unknown_fields
+@refuse_unknown_fields(lambda problems: ConfigError(list(problems.values())), foreign=_FOREIGN)
 @dataclass
 class EngineConfig:
     """Settings of one engine; names and meanings follow LMDeploy's `PytorchEngineConfig` where they make sense.
@@ -239,6 +255,8 @@ def _type_problems(config: EngineConfig) -> list[str]:
         for name in names
         if not isinstance(getattr(config, name), kind)
     ]
+    if isinstance(config.chat_template, str) and _names_no_file(config.chat_template):
+        found.append(f"chat_template={config.chat_template!r} is neither a file that exists nor a Jinja template")
     if not isinstance(config.generation_config, str) or not config.generation_config:
         found.append(f'generation_config must be "auto", "none" or a path, not {config.generation_config!r}')
     devices = config.devices
@@ -247,3 +265,8 @@ def _type_problems(config: EngineConfig) -> list[str]:
     ):
         found.append(f"devices must be a list of device indices such as [0], or None, not {devices!r}")
     return found
+
+
+def _names_no_file(template: str) -> bool:
+    """Whether a chat template can only be meant as a file, and there is none."""
+    return "\n" not in template and "{" not in template and not os.path.exists(os.path.expanduser(template))

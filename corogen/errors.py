@@ -35,6 +35,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def a_type_of(value: object) -> str:
+    """The type of `value` with its article, for messages: "an int", "a str"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
 class CorogenError(Exception):
     """Root of the tree."""
 

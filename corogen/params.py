@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -10,8 +12,11 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
+from corogen.config import refuse_unknown_fields
 from corogen.errors import InvalidRequest, UnsupportedFeature
 from corogen.wire.messages import Sampling
+
+logger = logging.getLogger("corogen")
 
 #: what a field means when neither the request nor the model's own defaults set it
 ENGINE_DEFAULTS: dict[str, Any] = {
@@ -70,11 +75,23 @@ def may_wait(when_full: str) -> bool:
     return when_full == "wait"
 
 
+#: what other libraries call fields of GenerationConfig
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "random_seed", "stop": "stop_words"}
+
+
+def _unknown_fields(problems: dict[str, str]) -> InvalidRequest:
+    return InvalidRequest(f"GenerationConfig: {'; '.join(problems.values())}", param=next(iter(problems)))
+
+
+@refuse_unknown_fields(_unknown_fields, other_names=_OTHER_NAMES)
 @dataclass(kw_only=True)
 class GenerationConfig:
     """Settings of one answer. A field that is not given is *unset*: the model's own default, then the engine's, holds.
 
     Names and meanings follow LMDeploy. Without `do_sample=True` decoding is greedy, whatever the other settings say.
+
+    Raises:
+        InvalidRequest: at once for a name that does not exist, and with the request for everything else.
     """
 
     n: int | UnsetType = UNSET
@@ -281,6 +298,8 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
     """
     given = _given(config)
     check_fields(given, model.vocab_size)
+    if "do_sample" not in given and any(given.get(name) is not None for name in _SAMPLING_ONLY) and not _greedy(given):
+        _warn_of_unused_sampling()
     value = {**ENGINE_DEFAULTS, **(model.defaults if given.get("do_sample") else {}), **given}
     named = _named_stops(value, model)
     stop = frozenset(named) if value["ignore_eos"] else frozenset(named) | model.eos_ids
@@ -307,6 +326,21 @@ def _check_choice(value: Mapping[str, Any], stop: frozenset[int], model: ModelFa
         raise InvalidRequest("bad_token_ids leaves no token to choose from", param="bad_token_ids")
 
 
+#: what has no effect on a greedy answer
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "random_seed")
+
+
+def _greedy(value: Mapping[str, Any]) -> bool:
+    """Whether these settings leave one token to choose, even if they sample."""
+    return bool(value.get("temperature", 1.0) < GREEDY_BELOW or value.get("top_k") == 1)
+
+
+@functools.cache
+def _warn_of_unused_sampling() -> None:
+    """Once in a process."""
+    logger.warning("%s have no effect without do_sample=True: the answer is greedy", ", ".join(_SAMPLING_ONLY))
+
+
 def _given(config: GenerationConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
@@ -326,7 +360,7 @@ def _named_stops(value: Mapping[str, Any], model: ModelFacts) -> dict[int, str |
 
 def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -> Sampling:
     minimum = value["min_new_tokens"] or 0
-    greedy = not value["do_sample"] or value["temperature"] < GREEDY_BELOW or value["top_k"] == 1
+    greedy = not value["do_sample"] or _greedy(value)
     seed = value["random_seed"]
     return Sampling(
         temperature=0.0 if greedy else float(value["temperature"]),

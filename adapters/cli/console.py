@@ -55,6 +55,7 @@ def guarded(output: OutputOptions) -> Iterator[None]:
     except KeyboardInterrupt:
         if output.debug:
             traceback.print_exc()
+        say("\nstopped" if sys.stderr.isatty() else "stopped")  # a terminal shows ^C, in the middle of a line
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -122,7 +123,7 @@ class StartupView:
             return
         task = self._tasks.get(phase.name)
         if task is None:
-            task = self._tasks[phase.name] = self._progress.add_task(phase.name, total=None, amount="")
+            task = self._tasks[phase.name] = self._progress.add_task(phase.words, total=None, amount="")
         total = phase.total or None
         self._progress.update(task, completed=phase.done, total=total, amount=_amount(phase.done, phase.total))
 
@@ -142,8 +143,8 @@ def _bars() -> Any:
 
     return Progress(
         SpinnerColumn(finished_text=" "),
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=30),
+        TextColumn("{task.description:<32}"),
+        BarColumn(bar_width=20),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
         console=Console(stderr=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,28 @@ def _hub_options(revision: str | None, download_dir: str | None, progress: Progr
 
 
 def _ask_hub(name: str, fetch: Callable[[], Path]) -> Path:
-    """Run `fetch`; the hub's and the network's errors become one of ours, with their words and what to try."""
+    """Run `fetch`; the hub's and the network's errors become one of ours: what to try, then their own cause."""
     try:
         return fetch()
     except Exception as error:
-        kind = type(error).__name__
-        words = " ".join(str(error).split())
         raise ModelNotFound(
-            f"there is no folder {name!r}, and the hub can not supply a model of that name: {kind}: {words} "
-            f"({_remedy(kind)}). {_POSSIBLE[0].upper()}{_POSSIBLE[1:]}"
+            f"there is no folder {name!r}, and the hub can not supply a model of that name: "
+            f"{_remedy(type(error).__name__)}\n"
+            f"  {_POSSIBLE}\n"
+            f"  the hub's client said: {_last_cause(error)}"
         ) from error
+
+
+#: longest line of the hub's words; the whole is chained to the error
+_CAUSE_CHARS = 160
+
+
+def _last_cause(error: BaseException) -> str:
+    """What began it, in one short line."""
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = cause
+    first = next(iter(str(error).strip().splitlines()), "")
+    return textwrap.shorten(f"{type(error).__name__}: {first}", _CAUSE_CHARS, placeholder=" ...")
 
 
 _REMEDIES = {
