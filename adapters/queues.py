@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import queue
 import threading
@@ -136,6 +137,10 @@ class _Stop:
     key: int
 
 
+#: the end of an inbox that was too full for its _Stop
+_NOTHING = object()
+
+
 class _Pair:
     """One inbox, one outbox, two sleeping threads."""
 
@@ -143,6 +148,8 @@ class _Pair:
         self._pipe, self._gen_config, self._inbox, self._outbox = pipe, gen_config, inbox, outbox
         self._stop = _Stop(next(_keys))
         self._refusing = False
+        self._ending = threading.Lock()
+        self._stopped = self._stop_posted = False
         self._running: set[RequestFuture] = set()
         #: futures and exceptions in the order of their items; None: the end
         self._accepted: queue.SimpleQueue[RequestFuture | BaseException | None] = queue.SimpleQueue()
@@ -156,13 +163,16 @@ class _Pair:
         self._writer.start()
 
     def stop(self) -> None:
-        """Wake the reader for the last time; what lies in the inbox already comes first."""
-        with contextlib.suppress(Exception):  # the queue was shut down, as its reader knows
-            self._inbox.put(self._stop)
+        """Wake the reader for the last time; what lies in the inbox already comes first. Does not wait for it."""
+        with self._ending, contextlib.suppress(Exception):  # full: the reader has no reason to sleep; or shut down
+            self._stopped = True
+            getattr(self._inbox, "put_nowait", self._inbox.put)(self._stop)
+            self._stop_posted = True
 
     def refuse(self) -> None:
         """Answer with EngineClosed what is read from now on."""
         self._refusing = True
+        self._pipe.engine.wake_waiters()
 
     def abort(self) -> None:
         """End the requests that still run."""
@@ -178,9 +188,19 @@ class _Pair:
 
     def _read(self) -> None:
         with contextlib.suppress(Exception):  # the inbox was shut down
-            while self._takes(self._inbox.get()):
+            while (item := self._next()) is not _NOTHING and self._takes(item):
                 pass
         self._accepted.put(None)
+
+    def _next(self) -> Any:
+        with self._ending:
+            asleep = not self._stopped or self._stop_posted
+        if asleep:
+            return self._inbox.get()
+        try:
+            return self._inbox.get_nowait()  # type: ignore[attr-defined]  # the queue was full, so it has a bound
+        except queue.Empty:
+            return _NOTHING
 
     def _takes(self, item: Any) -> bool:
         """Submit an item; False if it is the end."""
@@ -198,9 +218,10 @@ class _Pair:
         """The future of an item, or what is wrong with it."""
         try:
             prompt, config = _parts(item)
+            # a full engine holds up this thread, and so those who fill the inbox
+            self._pipe.engine.wait_for_room(lambda: self._refusing)
             if self._refusing:
                 raise EngineClosed("the queue adapter was closed before this item was taken")
-            self._pipe.engine.wait_for_room()  # a full engine holds up this thread, and so those who fill the inbox
             future = self._pipe.submit(prompt, config or self._gen_config, when_full="wait")
         except Exception as error:
             return error
@@ -230,6 +251,12 @@ class _Pair:
 def _check_queue(value: Any, name: str) -> None:
     if not callable(getattr(value, "get", None)) or not callable(getattr(value, "put", None)):
         raise InvalidRequest(f"{name} must be a queue, with get and put, not {a_type_of(value)}", param=name)
+    if inspect.iscoroutinefunction(value.get):
+        raise InvalidRequest(
+            f"{name} is an asyncio queue, which threads can not use: await pipe.async_batch_infer instead, or give a "
+            "queue.Queue",
+            param=name,
+        )
 
 
 #: what a prompt, or a message of one, can be

@@ -47,7 +47,11 @@ class Session:
                 "this session is answering another question: wait for it, or make a session for each conversation",
                 param="session",
             )
-        return [*self.history, *new]
+        try:
+            return [*_history(self.history), *new]
+        except BaseException:  # somebody has put something else there
+            self._busy.release()
+            raise
 
     def done(self, messages: list[dict[str, Any]], answer: Response | None) -> None:
         """The question was answered (or not: None); a complete answer enters the history."""

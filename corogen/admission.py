@@ -362,9 +362,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_chosen(setting: str) -> tuple[Path, dict[str, Any]]:
     """The file that `EngineConfig.generation_config` names, or the generation_config.json of the folder it names."""
-    path = Path(setting).expanduser()
-    path = path / "generation_config.json" if path.is_dir() else path
-    if not path.is_file():
+    try:
+        path = Path(setting).expanduser()
+        path = path / "generation_config.json" if path.is_dir() else path
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, or the home of an unknown user
+        found = False
+    if not found:
         raise ConfigError(f'generation_config={setting!r}: there is no such file; give "auto", "none" or a JSON file')
     try:
         return path, _read_json(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -58,8 +59,19 @@ def guarded(output: OutputOptions) -> Iterator[None]:
         say("\nstopped" if sys.stderr.isatty() else "stopped")  # a terminal shows ^C, in the middle of a line
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         raise SystemExit(_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_stdout()
+        say(f"corogen: {error.strerror}")
+        raise SystemExit(1) from None
+
+
+def _drop_stdout() -> None:
+    """What is still in its buffer must not fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_logging(level: str) -> None:

@@ -28,7 +28,7 @@ def question_from(argument: str | None) -> str:
         if not argument.strip():
             raise typer.BadParameter("the question is empty", param_hint="QUESTION")
         return argument
-    if argument is None and sys.stdin.isatty():
+    if sys.stdin is None or (argument is None and sys.stdin.isatty()):
         raise typer.BadParameter('give a question, or "-" to read it from stdin', param_hint="QUESTION")
     try:
         text = sys.stdin.read().rstrip("\n")

@@ -55,9 +55,12 @@ def resolve_model(
     name = os.fspath(name)
     if name == DEMO:
         return demo_model(progress)
-    path = Path(name).expanduser()
-    if path.exists():
-        return local_model(path)
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return local_model(path)
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not readable, of an unknown user
+        raise ModelNotFound(f"{textwrap.shorten(name, 200)!r} can not be looked up: {error}") from error
     if (match := _HUB_FILE.fullmatch(name)) and not _looks_local(name):
         return _hub_file(match["id"], match["file"], revision, download_dir, progress)
     if _looks_local(name) or not _HUB_ID.fullmatch(name):
@@ -79,6 +82,8 @@ def local_model(path: Path) -> Path:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path} is a file, and of single files only .gguf is a model: {_POSSIBLE}")
         return path
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} is neither a file nor a folder: {_POSSIBLE}")
     if (path / "config.json").is_file():
         return path
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")

@@ -262,7 +262,7 @@ def _read_override(override: str) -> str:
         return override
     try:
         return Path(override).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
         raise ConfigError(
             f"chat_template={_short(override)} is neither a readable file ({error}) nor a Jinja template"
         ) from error
