@@ -159,6 +159,8 @@ class Outgoing:
     def take(self) -> Response | None:
         """Everything that is new as one response, or None. Raises the request's error, once, after its last piece."""
         ended = self._ended  # read before the buffers: what comes with the end is in them
+        if self._taken_end:  # more wake-ups than news: an error is raised once
+            return None
         if not ended and not (self.pieces and self._texts):
             return None
         texts, self._texts = self._texts, []
@@ -166,8 +168,6 @@ class Outgoing:
         if ended and self._error is not None and not (self.pieces and texts):
             self._taken_end = True
             raise _fresh(self._error)
-        if self._taken_end:
-            return None
         self._count += len(ids)
         piece = Response("".join(texts), self._count, self._prompt_len, None, ids, self.index, self._cached)
         if ended and self._error is None:
