@@ -9,10 +9,11 @@ import typer
 from corogen.adapters.cli.bench import bench
 from corogen.adapters.cli.console import guarded
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions, grouped
+from corogen.adapters.cli.serve import ServerOptions
 
 app = typer.Typer(
     name="corogen",
-    help="Serves transformer models: ask, chat, measure.",
+    help="Serves transformer models: ask, chat, serve, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,7 +37,7 @@ def root(
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Serves transformer models: ask, chat, measure."""
+    """Serves transformer models: ask, chat, serve, measure."""
 
 
 @app.command()
@@ -76,6 +77,24 @@ def chat(
 
     with guarded(output):
         talk(engine=engine, sampling=sampling, output=output, system=system)
+
+
+@app.command()
+@grouped
+def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
+    output: OutputOptions,
+    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Ctrl-C or SIGTERM lets running requests finish; a second Ctrl-C ends them.
+    """
+    from corogen.adapters.cli.serve import serve as run_server
+
+    with guarded(output):
+        run_server(model_name or engine.model, engine=engine, server=server, output=output)
 
 
 @app.command()

@@ -1,0 +1,103 @@
+"""Server-sent events: an answer while it is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from corogen.adapters.server.disconnect import unless_gone
+from corogen.adapters.streams import AsyncStream
+from corogen.outputs import Response as Piece
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+class Events(Protocol):
+    """Turns pieces into events, in the shape of one API."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Events for a piece."""
+
+    def end(self) -> bytes:
+        """Events after the last piece."""
+
+
+class EventStream(Response):
+    """The response that sends events as pieces come. The client's leaving aborts the requests at once.
+
+    Args:
+        pieces: left when the response ends, however it ends.
+        first: a piece that has been read already, if one has.
+        failed: turns an exception into the event that tells it.
+        keep_alive_s: seconds of silence after which a comment is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        pieces: AsyncStream,
+        events: Events,
+        *,
+        first: Piece | None,
+        failed: Callable[[Exception], Mapping[str, Any]],
+        keep_alive_s: float,
+    ) -> None:
+        self._pieces, self._events, self._first = pieces, events, first
+        self._failed, self._keep_alive_s = failed, keep_alive_s
+        self.status_code, self.background = 200, None
+        self.body = b""
+        # X-Accel-Buffering: nginx would hold events back
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises ClientGone."""
+        async with self._pieces:
+            await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            if self._first is not None:
+                await self._send(send, self._events.piece(self._first))
+            while (piece := await self._next(send)) is not None:
+                await self._send(send, self._events.piece(piece))
+            rest = self._events.end()
+        except Exception as error:
+            rest = event(self._failed(error))
+        await send({"type": "http.response.body", "body": rest + DONE, "more_body": False})
+
+    async def _next(self, send: Send) -> Piece | None:
+        while True:
+            try:
+                return await next_piece(self._pieces, self._keep_alive_s)
+            except TimeoutError:
+                await self._send(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def next_piece(pieces: AsyncStream, timeout_s: float) -> Piece | None:
+    """The next piece, or None after the last. Nothing is lost by a timeout.
+
+    Raises:
+        TimeoutError: none came in time.
+        CorogenError: of the request.
+    """
+    async with asyncio.timeout(timeout_s):
+        return await anext(pieces, None)
