@@ -85,7 +85,7 @@ def serve(
     engine: EngineOptions,
     server: ServerOptions,
     output: OutputOptions,
-    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.")] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API.
 

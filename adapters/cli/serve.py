@@ -73,7 +73,6 @@ class ServerOptions:
             served_model_names=tuple(self.served_model_name or [_public_name(model)]),
             api_keys=read_keys(self.api_key_file),
             cors_origins=tuple(self.cors_origins or ()),
-            root_path=self.root_path.rstrip("/"),
             max_body_bytes=int(self.max_body_mb * 2**20),
             overload_status=self.overload_status,
         )
@@ -114,14 +113,21 @@ def serve(model: str, *, engine: EngineOptions, server: ServerOptions, output: O
     with take_port(server.host, server.port) as sock:
         pipe, _ = open_pipeline(model, engine.config(queue_size=server.queue_size), quiet=output.quiet)
         with pipe:
-            for line in _greeting(sock.getsockname(), settings, certificate is not None):
-                tell(line)
-            app = make_app(pipe, settings)
-            run(app, pipe, sock, drain_s=server.shutdown_timeout, certificate=certificate, say=tell)
+            greeting = _greeting(sock.getsockname(), settings, certificate is not None)
+            run(
+                make_app(pipe, settings),
+                pipe,
+                sock,
+                drain_s=server.shutdown_timeout,
+                certificate=certificate,
+                root_path=server.root_path.rstrip("/"),
+                ready=lambda: tell(greeting),
+                say=tell,
+            )
     tell("closed")
 
 
-def _greeting(address: tuple[str, int], settings: ServerSettings, tls: bool) -> list[str]:
+def _greeting(address: tuple[str, int], settings: ServerSettings, tls: bool) -> str:
     host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
     lines = [
@@ -130,4 +136,4 @@ def _greeting(address: tuple[str, int], settings: ServerSettings, tls: bool) -> 
     ]
     if host in _ANYWHERE and not settings.api_keys:
         lines.append("everybody who can reach this machine may use it: COROGEN_API_KEYS or --api-key-file sets keys")
-    return lines
+    return "\n".join(lines)

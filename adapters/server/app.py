@@ -27,7 +27,7 @@ def make_app(pipe: Pipeline, settings: ServerSettings | None = None) -> FastAPI:
     """
     settings = ServerSettings() if settings is None else settings
     service = Service(pipe, settings)
-    app = FastAPI(title="corogen", version=_version(), root_path=settings.root_path, redoc_url=None)
+    app = FastAPI(title="corogen", version=_version(), redoc_url=None)
     for router in (chat.routes(service), completions.routes(service), native.routes(service), _facts(service)):
         app.include_router(router)
     errors.install(app, settings)

@@ -53,9 +53,17 @@ class Server(uvicorn.Server):
     which it gets an error. A second one ends everything now.
     """
 
-    def __init__(self, config: uvicorn.Config, pipe: Pipeline, *, drain_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        pipe: Pipeline,
+        *,
+        drain_s: float,
+        ready: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
         super().__init__(config)
-        self._pipe, self._drain_s, self._say = pipe, drain_s, say
+        self._pipe, self._drain_s, self._ready, self._say = pipe, drain_s, ready, say
         self._leave = asyncio.Event()
 
     @contextlib.contextmanager
@@ -85,7 +93,8 @@ class Server(uvicorn.Server):
                 self._pipe.abort(None)
 
     async def main_loop(self) -> None:
-        """Sleep until it is time to leave."""
+        """Connections are taken: sleep until it is time to leave."""
+        self._ready()
         await self._leave.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -103,6 +112,7 @@ def serve(
     drain_s: float = 30.0,
     certificate: tuple[Path, Path] | None = None,
     root_path: str = "",
+    ready: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, in the main thread; `pipe` is closed at the end.
@@ -111,6 +121,8 @@ def serve(
         sock: bound, see `take_port`.
         drain_s: how long running requests may take to finish at the end.
         certificate: files with certificate chain and key, for TLS.
+        root_path: the path prefix that a proxy in front takes off.
+        ready: called once connections are taken.
         say: hears of the steps of the end.
     """
     tls: dict[str, Any] = {}
@@ -130,11 +142,9 @@ def serve(
         timeout_graceful_shutdown=math.ceil(drain_s) + _GRACE_S,
         **tls,
     )
+
+    async def live() -> None:
+        await Server(config, pipe, drain_s=drain_s, ready=ready, say=say).serve(sockets=[sock])
+
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_serve(config, pipe, sock, drain_s, say))
-
-
-async def _serve(
-    config: uvicorn.Config, pipe: Pipeline, sock: socket.socket, drain_s: float, say: Callable[[str], None]
-) -> None:
-    await Server(config, pipe, drain_s=drain_s, say=say).serve(sockets=[sock])
+        runner.run(live())

@@ -87,10 +87,9 @@ class Metrics(Collector):
         self._prompt_tokens += tokens
         self.prompt_len.observe(tokens)
 
-    def answer(self, tokens: int) -> None:
-        """An answer ended with so many tokens."""
+    def generated(self, tokens: int) -> None:
+        """So many more tokens of an answer came."""
         self._answer_tokens += tokens
-        self.answer_len.observe(tokens)
 
     # ------------------------------------------------------------------ what a scrape gets
 

@@ -117,8 +117,11 @@ class Metered:
 
     def end(self) -> bytes:
         """Events after the last piece."""
-        self._meter.finish()
         return self._events.end()
+
+    def close(self) -> None:
+        """The response has ended, however it did."""
+        self._meter.finish()
 
 
 def as_one(call: Call) -> Call:

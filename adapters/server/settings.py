@@ -15,8 +15,6 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     #: origins of web pages that may call this server from a browser; "*" for all
     cors_origins: tuple[str, ...] = ()
-    #: path prefix that a proxy in front takes off
-    root_path: str = ""
     #: larger request bodies are refused with 413
     max_body_bytes: int = 16 * 2**20
     #: status of an answer to a request that finds the queue full

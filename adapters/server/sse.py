@@ -35,6 +35,13 @@ class Events(Protocol):
         """Events after the last piece."""
 
 
+class ClosableEvents(Events, Protocol):
+    """The same, told of the end."""
+
+    def close(self) -> None:
+        """The response has ended, however it did."""
+
+
 class EventStream(Response):
     """The response that sends events as pieces come. The client's leaving aborts the requests at once.
 
@@ -50,7 +57,7 @@ class EventStream(Response):
     def __init__(
         self,
         pieces: AsyncStream,
-        events: Events,
+        events: ClosableEvents,
         *,
         first: Piece | None,
         failed: Callable[[Exception], Mapping[str, Any]],
@@ -66,8 +73,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises ClientGone."""
-        async with self._pieces:
-            await unless_gone(receive, self._send_all(send))
+        try:
+            async with self._pieces:
+                await unless_gone(receive, self._send_all(send))
+        finally:
+            self._events.close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

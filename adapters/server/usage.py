@@ -30,6 +30,7 @@ class Meter:
         if prompt not in self._prompts:
             self._prompts[prompt] = piece.input_token_len
             metrics.prompt(piece.input_token_len)
+        metrics.generated(piece.generate_token_len - self._answers.get(index, 0))
         self._answers[index] = piece.generate_token_len
         if self._stream:
             self._time(index, piece.generate_token_len, now)
@@ -37,7 +38,7 @@ class Meter:
             self._ended[index] = piece.finish_reason
             if not index % self._n:
                 self._cached[prompt] = piece.cached_tokens
-            metrics.answer(piece.generate_token_len)
+            metrics.answer_len.observe(piece.generate_token_len)
             metrics.e2e.observe(now - self._begun)
             if self._stream:
                 self._observe_pace(index, piece.generate_token_len, now)
@@ -56,13 +57,13 @@ class Meter:
             self._metrics.tpot.observe((now - first) / (tokens - begun_with))
 
     def finish(self) -> None:
-        """All answers are complete: complete the log line."""
+        """No more will come: complete the log line."""
         first = min((at for at, _ in self._firsts.values()), default=None)
         self._record.note(
             prompt_tokens=sum(self._prompts.values()),
             completion_tokens=sum(self._answers.values()),
             cached_tokens=sum(self._cached.values()) or None,
-            finish=",".join(sorted(set(self._ended.values()))),
+            finish=",".join(sorted(set(self._ended.values()))) or None,
             ttft_ms=None if first is None else round((first - self._begun) * 1e3, 1),
         )
 
