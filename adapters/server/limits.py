@@ -7,8 +7,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from corogen.adapters.server.errors import ApiError, note_error
 
-#: what is left of a body that is refused is not read, so the connection can not be used again
+#: a body that was refused may not have been read to its end
 _CLOSE = {"Connection": "close"}
+
+#: bytes of a refused body that are read, in vain
+_MAX_DISCARD = 2**30
 
 
 class LimitBody:
@@ -22,6 +25,8 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif _announced(scope) > self._max_bytes:
+            if not _waits_for_leave(scope):
+                await discard(receive)
             error = ApiError(413, self._words, headers=_CLOSE)
             note_error(scope, error)
             await error.response()(scope, receive, send)
@@ -36,6 +41,8 @@ class LimitBody:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
+                if message.get("more_body"):
+                    await discard(receive)
                 raise HTTPException(413, self._words, headers=_CLOSE)
             return message
 
@@ -49,3 +56,19 @@ class LimitBody:
 def _announced(scope: Scope) -> int:
     value = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(value) if value.isdigit() else 0
+
+
+def _waits_for_leave(scope: Scope) -> bool:
+    """Whether the client sends its body only after a 100 Continue."""
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
+
+
+async def discard(receive: Receive) -> None:
+    """Read a body that nobody wants: most clients read no answer before they have sent everything, and a connection
+    that is closed meanwhile takes the answer with it."""
+    seen = 0
+    while seen < _MAX_DISCARD:
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from corogen.adapters.calls import check_call
+from corogen.adapters.server.chat import template_form
 from corogen.adapters.server.disconnect import unless_gone
 from corogen.adapters.server.errors import ApiError
 from corogen.adapters.server.replies import ERROR_RESPONSES, json_reply, new_id
@@ -108,11 +109,12 @@ def _tokenizer(service: Service) -> Tokenizer:
 async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     """In the engine's pool if the text is long, as a request's own prompt would be."""
     admission = service.pipe.engine.admission
-    prompt: Any = body.messages if body.prompt is None else body.prompt
+    messages = None if body.messages is None else template_form(body.messages)
+    prompt: Any = body.prompt if messages is None else messages
 
     def encode() -> list[int]:
-        if body.messages is not None:
-            return admission.chat_ids(body.messages)
+        if messages is not None:
+            return admission.chat_ids(messages)
         return _tokenizer(service).encode(prompt, add_special_tokens=body.add_special_tokens)
 
     if not admission.is_long(prompt):
