@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from corogen.adapters.cli.options import OutputOptions
-from corogen.errors import CorogenError
+from corogen.errors import ConfigError, CorogenError
 
 if TYPE_CHECKING:
     from corogen.wire.messages import StartPhase
@@ -59,6 +59,17 @@ def guarded(output: OutputOptions) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(_BROKEN_PIPE) from None
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Run what needs packages of an extra; a missing one becomes a ConfigError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("corogen"):
+            raise
+        raise ConfigError(f"this needs {error.name}: pip install 'corogen[{extra}]'") from error
 
 
 def _set_up_logging(level: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corogen.adapters.cli.console import say
+from corogen.adapters.cli.console import needing, say
 from corogen.adapters.cli.options import EngineOptions, OutputOptions
 from corogen.adapters.cli.serving import open_pipeline
 from corogen.errors import ConfigError
@@ -98,13 +98,11 @@ def _public_name(model: str) -> str:
 
 def serve(model: str, *, engine: EngineOptions, server: ServerOptions, output: OutputOptions) -> None:
     """Take the port, load the model, then serve until Ctrl-C or SIGTERM."""
-    try:
+    with needing("serve"):
         from corogen.adapters.server import make_app
         from corogen.adapters.server.lifecycle import serve as run
         from corogen.adapters.server.lifecycle import take_port
         from corogen.adapters.server.logging import JsonFormatter
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"`corogen serve` needs {error.name}: pip install 'corogen[serve]'") from error
     settings, certificate = server.settings(model), server.certificate
     if server.log_json:
         for handler in logging.getLogger("corogen").handlers:

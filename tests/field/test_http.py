@@ -11,6 +11,7 @@ import pytest
 from corogen.adapters.pipeline import pipeline
 from corogen.adapters.server.health import Pulse
 from corogen.errors import WorkerError
+from corogen.testing.tiny import tiny_model
 from tests.adapters.helpers import assert_nothing_runs
 from tests.conftest import eventually
 from tests.engine.helpers import tokenizer
@@ -384,9 +385,7 @@ class TestOperation:
             assert httpx.post(url + CHAT, json=question()).status_code == 200
 
 
-@pytest.mark.real_model
-@pytest.mark.timeout(120)
-def test_a_completion_on_a_host_whose_name_leads_nowhere(monkeypatch):
+def test_a_completion_on_a_host_whose_name_leads_nowhere(monkeypatch, tmp_path):
     """hpcaitech/EnergonAI#215: the server hung at its first request when the host's name did not resolve."""
     import socket
 
@@ -395,7 +394,7 @@ def test_a_completion_on_a_host_whose_name_leads_nowhere(monkeypatch):
 
     monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
     monkeypatch.setattr(socket, "gethostbyname", refuse)
-    with pipeline("demo") as pipe, served(pipe) as url:
+    with pipeline(tiny_model(tmp_path, with_tokenizer=True)) as pipe, served(pipe) as url:
         body = {"prompt": "Q: which river flows through Rome? A:", "max_tokens": 10, "ignore_eos": True}
         reply = httpx.post(url + TEXT, json=body, timeout=60)
     assert reply.json()["usage"]["completion_tokens"] == 10

@@ -108,6 +108,7 @@ def test_langchain(url):
     assert [answer.content for answer in chat.batch(["a", "b"])] == [PARIS] * 2
 
 
+@pytest.mark.slow  # its import alone takes seconds
 def test_litellm(url):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.server.helpers import client, encode, error_of, events_of, pipe_with_template
+from tests.adapters.helpers import ENDLESS
+from tests.server.helpers import client, encode, endless, error_of, events_of, pipe_with_template
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ class TestGeneration:
         assert reply.json() == {"text": "abcde"}
 
     async def test_a_full_queue_can_have_the_status_that_its_clients_know(self):
-        with pipe_with_template(queue_size=1) as pipe:
-            held = pipe.stream_infer("x" * 50)
+        with endless(queue_size=1) as pipe:
+            held = pipe.stream_infer("x" * 50, ENDLESS)
             async with client(pipe, overload_status=406) as http:
                 reply = await http.post("/generation", json={"prompt": "abcde"})
             held.close()

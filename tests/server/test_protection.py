@@ -8,7 +8,8 @@ from corogen.adapters.server.auth import read_keys
 from corogen.adapters.server.errors import STATUS, to_api_error
 from corogen.adapters.server.settings import ServerSettings
 from corogen.errors import ConfigError, CorogenError, EngineClosed, QueueFullError, RequestTimeout, WorkerDied
-from tests.server.helpers import CHAT, TEXT, client, error_of, logged, pipe_with_template, user
+from tests.adapters.helpers import ENDLESS
+from tests.server.helpers import CHAT, TEXT, client, endless, error_of, logged, pipe_with_template, user
 
 
 @pytest.fixture
@@ -101,8 +102,8 @@ class TestErrors:
                 assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
 
     async def test_a_full_queue_says_when_to_come_again(self):
-        with pipe_with_template(queue_size=1) as pipe:
-            held = pipe.stream_infer("x" * 50)
+        with endless(queue_size=1) as pipe:
+            held = pipe.stream_infer("x" * 50, ENDLESS)
             async with client(pipe) as http:
                 replies = [await http.post(CHAT, json=user(stream=stream)) for stream in (False, True)]
             held.close()
