@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -68,6 +69,8 @@ def chat(
     sampling: SamplingOptions,
     output: OutputOptions,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this server instead of loading a model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
 ) -> None:
     """Talk to a model.
 
@@ -76,7 +79,13 @@ def chat(
     from corogen.adapters.cli.chat import talk
 
     with guarded(output):
-        talk(engine=engine, sampling=sampling, output=output, system=system)
+        talk(
+            engine=engine,
+            sampling=sampling,
+            output=output,
+            system=system,
+            server=None if url is None else (url, api_key),
+        )
 
 
 @app.command()
@@ -95,6 +104,32 @@ def serve(
 
     with guarded(output):
         run_server(model_name or engine.model, engine=engine, server=server, output=output)
+
+
+@app.command()
+@grouped
+def batch(
+    engine: EngineOptions,
+    output: OutputOptions,
+    source: Annotated[Path, typer.Argument(help="Requests: OpenAI's batch format, one JSON object a line.")],
+    target: Annotated[Path, typer.Argument(help="Answers; what it holds already is not asked again.")],
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Names of the model in the requests; may be repeated.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="Requests that are under way at a time.", min=1)] = 256,
+) -> None:
+    """Answer a file of requests.
+
+    Stopped, it goes on where it was. Exit code 1 if a request failed.
+    """
+    from corogen.adapters.cli.batch import answer_all
+
+    with guarded(output):
+        failed = answer_all(
+            source, target, engine=engine, output=output, names=served_model_name or [], at_once=at_once
+        )
+        if failed:
+            raise SystemExit(1)
 
 
 @app.command()

@@ -96,7 +96,7 @@ def run_load(options: LoadOptions) -> dict[str, Any]:
     """Ask the server everything; figures, JSON-ready."""
     from corogen.adapters.bench.serve import Load, Target, measure
 
-    rate = float(options.request_rate)
+    objectives, asks, rate = options.objectives, options.asks(), float(options.request_rate)
     extra = {"ignore_eos": True} if options.ignore_eos else {}
     url = options.url.rstrip("/").removesuffix("/v1")
     target = Target(
@@ -104,7 +104,7 @@ def run_load(options: LoadOptions) -> dict[str, Any]:
         chat=options.input_len is None, extra=extra,
     )  # fmt: skip
     load = Load(None if math.isinf(rate) else rate, options.max_concurrency, options.seed)
-    result = measure(target, options.asks(), load, objectives=options.objectives)
+    result = measure(target, asks, load, objectives=objectives)
     return {"url": url, "model": target.model, "output_len": options.output_len, **result}
 
 

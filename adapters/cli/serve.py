@@ -70,7 +70,7 @@ class ServerOptions:
         from corogen.adapters.server.auth import read_keys
 
         return ServerSettings(
-            served_model_names=tuple(self.served_model_name or [_public_name(model)]),
+            served_model_names=tuple(self.served_model_name or [public_name(model)]),
             api_keys=read_keys(self.api_key_file),
             cors_origins=tuple(self.cors_origins or ()),
             max_body_bytes=int(self.max_body_mb * 2**20),
@@ -90,7 +90,7 @@ class ServerOptions:
         return self.ssl_certfile, self.ssl_keyfile
 
 
-def _public_name(model: str) -> str:
+def public_name(model: str) -> str:
     """A folder's or file's own name: clients need not know where it lies."""
     path = Path(model).expanduser()
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
@@ -130,7 +130,7 @@ def _greeting(address: tuple[str, int], settings: ServerSettings, tls: bool) -> 
     shown = f"[{host}]" if ":" in host else host
     lines = [
         f"serving {settings.served_model_names[0]} on {'https' if tls else 'http'}://{shown}:{port} "
-        "(OpenAI's API under /v1, schema at /docs)"
+        "(OpenAI API under /v1, schema at /docs)"
     ]
     if host in _ANYWHERE and not settings.api_keys:
         lines.append("everybody who can reach this machine may use it: COROGEN_API_KEYS or --api-key-file sets keys")
