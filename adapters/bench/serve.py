@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 
 from corogen.adapters.bench.figures import Timeline, summary_ms
+from corogen.adapters.bench.http_client import HttpPool
 
 _decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 
 #: what may be bounded for goodput
 OBJECTIVES = ("ttft", "tpot", "e2e")
@@ -30,11 +31,9 @@ class Target:
     chat: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def client(self, connections: int) -> httpx.AsyncClient:
-        """An HTTP client with room for so many connections at once."""
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=None)
+    def client(self) -> HttpPool:
+        """Connections to the server."""
+        return HttpPool(self.url, {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"})
 
     def request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         """Path and body for one request."""
@@ -87,19 +86,17 @@ class Outcome:
         return self.error is None and all(getattr(self, name) * 1e3 <= bound for name, bound in objectives.items())
 
 
-async def ask_one(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
+async def ask_one(client: HttpPool, target: Target, ask: Ask) -> Outcome:
     """One stream to its end. A refusal or a broken connection is an outcome, too."""
     path, body = target.request(ask)
+    data = _encode(body)
     outcome = Outcome(Timeline(time.perf_counter()))
+    reader = _Reader(outcome)
     try:
-        async with client.stream("POST", path, json=body) as reply:
-            if reply.status_code != 200:
-                await reply.aread()
-                outcome.error = f"{reply.status_code}: {reply.text[:200]}"
-            else:
-                async for data in _events(reply):
-                    _note(outcome, data)
-    except httpx.HTTPError as error:
+        status = await client.post(path, data, reader)
+        if status != 200:
+            outcome.error = f"{status}: {reader.rest[:200].decode(errors='replace')}"
+    except OSError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.ended = time.perf_counter()
     if outcome.error is None and not outcome.line.arrivals:
@@ -107,26 +104,33 @@ async def ask_one(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcom
     return outcome
 
 
-async def _events(reply: httpx.Response) -> AsyncIterator[Any]:
-    """The JSON of each event; [DONE] ends them."""
-    rest = b""
-    async for block in reply.aiter_bytes():
-        *lines, rest = (rest + block).split(b"\n")
+class _Reader:
+    """Takes the bytes of an answer: notes when text came, and the usage. `rest` is what is no complete line."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self.rest = b""
+
+    def __call__(self, status: int, body: bytes) -> None:
+        if status != 200:
+            self.rest += body
+            return
+        *lines, self.rest = (self.rest + body).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and not line.endswith(b"[DONE]") and line.strip() != b"data:":
-                yield _decode(line[5:])
+            if line.startswith(b"data:") and not line.rstrip().endswith(b"[DONE]"):
+                self._note(_decode(line[5:]))
 
-
-def _note(outcome: Outcome, data: Any) -> None:
-    if "error" in data:
-        outcome.error = str(data["error"].get("message", data["error"]))[:200]
-        return
-    texts = (choice.get("text") or (choice.get("delta") or {}).get("content") for choice in data.get("choices") or ())
-    if any(texts):
-        outcome.line.note(time.perf_counter(), 1)
-    usage = data.get("usage")
-    if usage:
-        outcome.prompt_tokens, outcome.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    def _note(self, data: Any) -> None:
+        outcome = self._outcome
+        if "error" in data:
+            outcome.error = str(data["error"])[:200]
+            return
+        choices = data.get("choices") or ()
+        if any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in choices):
+            outcome.line.note(time.perf_counter(), 1)
+        usage = data.get("usage")
+        if usage:
+            outcome.prompt_tokens, outcome.tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ async def ask_all(target: Target, asks: Sequence[Ask], load: Load) -> tuple[list
     limit = asyncio.Semaphore(load.concurrency or len(asks))
     rng = random.Random(load.seed)
 
-    async with target.client(load.concurrency or len(asks)) as client:
+    async with target.client() as client:
 
         async def one(ask: Ask) -> Outcome:
             async with limit:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from corogen.adapters.bench.figures import spread
+from corogen.adapters.bench.http_client import HttpPool
 from corogen.adapters.bench.serve import Ask, Outcome, Target, ask_one
 from corogen.adapters.bench.workload import read_stream, story_prompts, stream_all
 from corogen.errors import WorkerStartError
@@ -61,7 +60,7 @@ def measure(
     target = Target(url, extra={"ignore_eos": True})
 
     async def compare() -> dict[str, Any]:
-        async with target.client(count) as client:
+        async with target.client() as client:
             one = await _pairs(
                 pairs,
                 lambda i: _ttft_here(pipe, _alone(i), config),
@@ -111,7 +110,7 @@ async def _ttft_here(pipe: Pipeline, prompt: Any, config: GenerationConfig) -> f
     return line.first
 
 
-async def _ttft_http(client: httpx.AsyncClient, target: Target, prompt: Any, output_len: int) -> float:
+async def _ttft_http(client: HttpPool, target: Target, prompt: Any, output_len: int) -> float:
     return (await _succeeded(client, target, prompt, output_len)).ttft
 
 
@@ -119,13 +118,13 @@ async def _all_here(pipe: Pipeline, prompts: Sequence[Any], config: GenerationCo
     return (await stream_all(pipe, prompts, config)).seconds
 
 
-async def _all_http(client: httpx.AsyncClient, target: Target, prompts: Sequence[Any], output_len: int) -> float:
+async def _all_http(client: HttpPool, target: Target, prompts: Sequence[Any], output_len: int) -> float:
     start = time.perf_counter()
     await asyncio.gather(*(_succeeded(client, target, prompt, output_len) for prompt in prompts))
     return time.perf_counter() - start
 
 
-async def _succeeded(client: httpx.AsyncClient, target: Target, prompt: Any, output_len: int) -> Outcome:
+async def _succeeded(client: HttpPool, target: Target, prompt: Any, output_len: int) -> Outcome:
     outcome = await ask_one(client, target, Ask(prompt, output_len))
     if outcome.error is not None:
         raise WorkerStartError(f"a request of the benchmark failed: {outcome.error}")

@@ -65,6 +65,7 @@ class EventStream(Response):
     ) -> None:
         self._pieces, self._events, self._first = pieces, events, first
         self._failed, self._keep_alive_s = failed, keep_alive_s
+        self._sent_at = asyncio.get_running_loop().time()
         self.status_code, self.background = 200, None
         self.body = b""
         # X-Accel-Buffering: nginx would hold events back
@@ -81,25 +82,31 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        keeper = asyncio.get_running_loop().create_task(self._keep_alive(send))
         try:
             if self._first is not None:
                 await self._send(send, self._events.piece(self._first))
-            while (piece := await self._next(send)) is not None:
+            async for piece in self._pieces:
                 await self._send(send, self._events.piece(piece))
             rest = self._events.end()
         except Exception as error:
             rest = event(self._failed(error))
+        finally:
+            keeper.cancel()
         await send({"type": "http.response.body", "body": rest + DONE, "more_body": False})
 
-    async def _next(self, send: Send) -> Piece | None:
-        while True:
-            try:
-                return await next_piece(self._pieces, self._keep_alive_s)
-            except TimeoutError:
-                await self._send(send, KEEP_ALIVE)
-
     async def _send(self, send: Send, body: bytes) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Beside the pieces, so that they need no timer each: wakes when a comment might be due."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = self._sent_at + self._keep_alive_s
+            await asyncio.sleep(due - loop.time())
+            if self._sent_at + self._keep_alive_s <= loop.time():
+                await self._send(send, KEEP_ALIVE)
 
 
 async def next_piece(pieces: AsyncStream, timeout_s: float) -> Piece | None:

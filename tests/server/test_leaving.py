@@ -9,7 +9,7 @@ import pytest
 
 from corogen.adapters.server.disconnect import ClientGone, unless_gone
 from corogen.errors import StepFailed
-from tests.adapters.helpers import assert_nothing_runs
+from tests.adapters.helpers import ENDLESS, assert_nothing_runs
 from tests.conftest import eventually
 from tests.server.helpers import (
     CHAT,
@@ -59,7 +59,7 @@ class TestLeaving:
         with (
             endless(max_batch_size=1) as pipe,
             served(pipe) as url,
-            pipe.stream_infer("first", do_preprocess=False) as held,
+            pipe.stream_infer("first", ENDLESS, do_preprocess=False) as held,
         ):
             next(held)
             asyncio.run(leave_when(lambda: pipe.stats().waiting, url, path, self.body(path, stream)))
@@ -70,7 +70,7 @@ class TestLeaving:
 class TestStreams:
     def test_a_long_silence_is_filled_with_comments(self):
         with endless(max_batch_size=1) as pipe, served(pipe, keep_alive_s=0.02) as url:
-            held = pipe.stream_infer("first", do_preprocess=False)
+            held = pipe.stream_infer("first", ENDLESS, do_preprocess=False)
             seen = []
             with httpx.Client(timeout=30) as http, http.stream("POST", url + CHAT, json=user(stream=True)) as reply:
                 for text in reply.iter_text():
