@@ -89,7 +89,7 @@ class RequestLog:
         except ClientGone:
             record.note(disconnected=True)
         except Exception as error:
-            _log_fault(record, error)
+            log_fault(record, error)
             if not record.status:
                 await ApiError(500, "the server failed at this request; its log says more").response()(
                     scope, receive, send_with_id
@@ -99,8 +99,8 @@ class RequestLog:
             record.write()
 
 
-def _log_fault(record: Record, error: Exception) -> None:
-    """Where it happened, without the exception's words and without values: they may quote a prompt."""
+def log_fault(record: Record, error: Exception) -> None:
+    """Log where a fault of ours happened; without the exception's words and values, which may quote a prompt."""
     where = "".join(traceback.format_tb(error.__traceback__))
     logger.error("request_id=%s failed with %s at\n%s", record.id, type(error).__name__, where)
 

@@ -13,14 +13,14 @@ from corogen.adapters.calls import Call, check_call
 from corogen.adapters.server.disconnect import unless_gone
 from corogen.adapters.server.errors import ApiError, note_error, to_api_error
 from corogen.adapters.server.health import Pulse
-from corogen.adapters.server.logging import Record
+from corogen.adapters.server.logging import Record, log_fault
 from corogen.adapters.server.metrics import Metrics
 from corogen.adapters.server.schema import GenerationFields
 from corogen.adapters.server.settings import ServerSettings
 from corogen.adapters.server.sse import Events, EventStream, next_piece
 from corogen.adapters.server.usage import Meter
 from corogen.adapters.streams import AsyncStream, collect_async
-from corogen.errors import RequestAborted, RequestTimeout
+from corogen.errors import CorogenError, RequestAborted
 from corogen.outputs import Response as Answer
 
 if TYPE_CHECKING:
@@ -76,20 +76,19 @@ class Service:
         Waits for the first piece, so that what is wrong with the request becomes a status; but not so long that a
         proxy would lose patience. Raises ClientGone, CorogenError.
         """
-        pieces, wait_s, first = AsyncStream(self.pipe.thread, call), self.settings.keep_alive_s, None
+        pieces, first = AsyncStream(self.pipe.thread, call), None
         try:
-            first = await unless_gone(request.receive, next_piece(pieces, wait_s))
-        except RequestTimeout:
-            raise
-        except TimeoutError:
-            pass
-        except BaseException:
-            await pieces.aclose()
-            raise
+            first = await unless_gone(request.receive, next_piece(pieces, self.settings.keep_alive_s))
+        except BaseException as error:
+            if type(error) is not TimeoutError:  # which a RequestTimeout is, too
+                await pieces.aclose()
+                raise
 
         def failed(error: Exception) -> dict[str, Any]:
             found = to_api_error(error, self.settings)
             note_error(request.scope, found)
+            if not isinstance(error, CorogenError):
+                log_fault(request.scope["corogen.record"], error)
             return found.envelope
 
         return EventStream(

@@ -84,8 +84,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         keeper = asyncio.get_running_loop().create_task(self._keep_alive(send))
         try:
-            if self._first is not None:
-                await self._send(send, self._events.piece(self._first))
+            await self._send(send, KEEP_ALIVE if self._first is None else self._events.piece(self._first))
             async for piece in self._pieces:
                 await self._send(send, self._events.piece(piece))
             rest = self._events.end()

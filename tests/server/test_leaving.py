@@ -110,6 +110,16 @@ class TestStreams:
             else:
                 assert (reply.status_code, error_of(reply)["code"]) == (503, "aborted")
 
+    async def test_a_fault_of_ours_on_the_way_is_an_event_and_is_logged(self, monkeypatch):
+        from corogen.adapters.server.chat import ChatEvents
+
+        monkeypatch.setattr(ChatEvents, "end", lambda self: 1 / 0)
+        with pipe_with_template() as pipe, logged() as lines:
+            async with client(pipe) as http:
+                reply = await http.post(CHAT, json=user(stream=True))
+        assert events_of(reply.text)[-1]["error"]["type"] == "server_error"
+        assert any("ZeroDivisionError" in line for line in lines)
+
     async def test_headers_keep_proxies_from_holding_events_back(self):
         with pipe_with_template() as pipe:
             async with client(pipe) as http:

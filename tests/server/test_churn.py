@@ -1,0 +1,83 @@
+"""Many connections that open and close at random: health answers, and nothing stays behind."""
+
+import asyncio
+import random
+import re
+import time
+
+import httpx
+import pytest
+
+from tests.server.helpers import CHAT
+from tests.server.test_lifecycle import process, question
+
+
+def value(text, name):
+    return float(re.search(rf"^{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE)[1])
+
+
+async def come_and_go(host, port, rng, until):
+    """Connections of one client: each asks, reads for a while or not at all, and is closed without a word."""
+    while time.monotonic() < until:
+        body = httpx.Request(
+            "POST", "http://x", json=question("word " * rng.randint(1, 100), stream=rng.random() < 0.5)
+        )
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body.content)}"
+        )
+        try:
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(head.encode() + b"\r\n\r\n" + body.content[: rng.choice([None, None, None, 20])])
+            await asyncio.wait_for(reader.read(rng.choice([1, 1000, 100_000])), rng.random())
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            writer.close()
+
+
+async def poll_health(url, until):
+    """Seconds that each answer took."""
+    took = []
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        while time.monotonic() < until:
+            start = time.monotonic()
+            assert (await http.get("/health")).status_code == 200
+            took.append(time.monotonic() - start)
+            await asyncio.sleep(0.05)
+    return took
+
+
+async def churn(url, clients, seconds):
+    until = time.monotonic() + seconds
+    address = httpx.URL(url)
+    rng = random.Random(1)
+    tasks = [come_and_go(address.host, address.port, random.Random(rng.random()), until) for _ in range(clients)]
+    took, *_ = await asyncio.gather(poll_health(url, until), *tasks)
+    return took
+
+
+async def settled(url):
+    """The metrics once nothing runs."""
+    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+        for _ in range(100):
+            text = (await http.get("/metrics")).text
+            if not value(text, "corogen_num_requests_running") + value(text, "corogen_num_requests_waiting"):
+                return text
+            await asyncio.sleep(0.05)
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize(
+    ("clients", "seconds", "bound"),
+    [(40, 1.5, 2.0), pytest.param(500, 120, 1.0, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+)
+def test_health_answers_throughout_and_every_block_comes_back(clients, seconds, bound):
+    with process() as (_, url):
+        took = sorted(asyncio.run(churn(url, clients, seconds)))
+        text = asyncio.run(settled(url))
+    print(f"{len(took)} polls: p50 {took[len(took) // 2] * 1e3:.1f} ms, longest {took[-1] * 1e3:.1f} ms")
+    assert took[-1] < bound  # of a machine that also runs the clients
+    assert value(text, "corogen_kv_cache_usage_perc") == 0
+    for line in text.splitlines():
+        if line.startswith("corogen_requests_ended"):
+            print(line)
