@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Response
@@ -95,7 +97,6 @@ def _model(service: Service, name: str) -> dict[str, object]:
     }
 
 
+@functools.cache
 def _version() -> str:
-    import importlib.metadata
-
     return importlib.metadata.version("corogen")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import secrets
 import time
 import traceback
-import uuid
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -23,12 +24,15 @@ _QUIET = frozenset({"/health", "/metrics"})
 
 _MAX_ID = 128
 
+#: ids of our own: random once, then counted, since asking the system for random bytes costs more than all the rest
+_RUN, _numbers = secrets.token_hex(12), itertools.count(1)
+
 
 class Record:
     """What is known about one HTTP request. Routes add to it by `note`; lies in `scope["corogen.record"]`."""
 
     def __init__(self, scope: Scope) -> None:
-        self.id = _given_id(scope) or uuid.uuid4().hex
+        self.id = _given_id(scope) or f"{_RUN}{next(_numbers):08x}"
         self.method, self.path = scope["method"], scope["path"]
         self.client = (scope.get("client") or ("-",))[0]
         self.status = 0
