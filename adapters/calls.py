@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from corogen.admission import is_batch
 from corogen.errors import CorogenError, EngineClosed, InvalidRequest
 from corogen.outputs import Response
-from corogen.params import GenerationConfig
+from corogen.params import GenerationConfig, WhenFull, may_wait
 from corogen.stream import Outgoing, Outlet
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Call:
     request_ids: Sequence[str | None]
     single: bool
     do_preprocess: bool
+    #: without room the requests wait for their turn
+    wait: bool
 
     def is_long(self, engine: Engine) -> bool:
         """Whether preparing it would hold up an event loop."""
@@ -39,7 +41,11 @@ class Call:
 
 
 def check_call(
-    prompts: Any, gen_config: GenConfigs, do_preprocess: bool, request_id: str | Sequence[str] | None
+    prompts: Any,
+    gen_config: GenConfigs,
+    do_preprocess: bool,
+    request_id: str | Sequence[str] | None,
+    when_full: WhenFull = "raise",
 ) -> Call:
     """Find what is wrong with the call as a whole, before any work.
 
@@ -54,7 +60,7 @@ def check_call(
     if isinstance(request_id, str) and not single:
         raise InvalidRequest("request_id must be a list of ids, one for each prompt", param="request_id")
     ids = _one_each(request_id, str, "request_id", len(prompts))
-    return Call(prompts, configs, ids, single, do_preprocess)
+    return Call(prompts, configs, ids, single, do_preprocess, may_wait(when_full))
 
 
 def _one_each(value: Any, kind: type, name: str, count: int) -> Sequence[Any]:
@@ -140,7 +146,7 @@ class Batch:
                 deliver(EngineClosed("the engine is closed"))
 
         self._engine.check_open()
-        self._engine.submit_to_pool(job).add_done_callback(settled)
+        self._engine.text_pool.submit(job).add_done_callback(settled)
 
     def _submit_one(self, index: int, put: Callable[[Any], None]) -> None:
         call, engine = self._call, self._engine
@@ -153,7 +159,7 @@ class Batch:
             )
             out = Outgoing(self._outlet, pieces=self._pieces, index=index, request_id=request.id)
             out.listener = self._listener
-            engine.submit(request, out)
+            engine.submit(request, out, wait=call.wait)
         except CorogenError as error:
             if call.single or isinstance(error, EngineClosed):
                 raise

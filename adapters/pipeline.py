@@ -20,7 +20,7 @@ from corogen.adapters.streams import AsyncStream, Stream, collect, collect_async
 from corogen.config import EngineConfig, check_config
 from corogen.errors import ConfigError, InvalidRequest
 from corogen.outputs import EngineStats, Response, StepRecord
-from corogen.params import GenerationConfig
+from corogen.params import GenerationConfig, WhenFull
 from corogen.wire.messages import StartPhase
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class Pipeline:
     A prompt is a string, a list of messages, or a list of token ids; a list of prompts gives a list of answers in the
     same order. `gen_config` is one `GenerationConfig`, or a list of one for each prompt. `do_preprocess=False` takes a
     string as raw text, without the chat template. A single prompt raises its error; in a list the bad item becomes a
-    `Response` with `finish_reason="error"` and the others are answered. All methods may be called from any thread.
+    `Response` with `finish_reason="error"` and the others are answered. With
+    `when_full="wait"` requests for which there is no room (`queue_size`, `max_waiting_tokens`) wait for their turn
+    instead of being refused. All methods may be called from any thread.
     """
 
     def __init__(
@@ -125,17 +127,18 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         request_id: str | Sequence[str] | None = None,
+        when_full: WhenFull = "raise",
         use_tqdm: bool = False,
     ) -> Any:
         """Answer one prompt (a `Response`) or a list of them (a list). `use_tqdm` shows a progress bar on stderr.
 
         Raises:
             InvalidRequest: the call or a single prompt is wrong.
-            QueueFullError, WorkerError, RequestFailed: of a single prompt.
+            QueueFullError, RequestTimeout, WorkerError, RequestFailed: of a single prompt.
             EngineClosed: the pipeline is closed, or was closed meanwhile.
             BlockingCallError: on the engine's own loop.
         """
-        call = check_call(prompts, gen_config, do_preprocess, request_id)
+        call = check_call(prompts, gen_config, do_preprocess, request_id, when_full)
         with _progress_bar(len(call.prompts), use_tqdm) as on_answer:
             answers = collect(self._thread, call, on_answer)
         return answers[0] if call.single else answers
@@ -149,12 +152,13 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         request_id: str | Sequence[str] | None = None,
+        when_full: WhenFull = "raise",
     ) -> Stream:
         """Submit, and return an iterator over the pieces, those of several prompts mixed and told apart by `index`.
 
         Raises what `infer` raises; what is known at the call is raised by the call.
         """
-        return Stream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
+        return Stream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id, when_full))
 
     def submit(
         self,
@@ -163,12 +167,13 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         request_id: str | Sequence[str] | None = None,
+        when_full: WhenFull = "raise",
     ) -> RequestFuture:
         """Submit, and return a future at once: of a `Response`, or of a list of them for a list of prompts.
 
         Raises what is known at the call, as `infer` does; the rest is raised by the future's `result()`.
         """
-        return RequestFuture(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
+        return RequestFuture(self._thread, check_call(prompts, gen_config, do_preprocess, request_id, when_full))
 
     # ------------------------------------------------------------------ coroutines, on any loop
 
@@ -179,9 +184,10 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         request_id: str | Sequence[str] | None = None,
+        when_full: WhenFull = "raise",
     ) -> Any:
         """`infer` for coroutines of any asyncio, uvloop or trio loop. Cancelling it aborts what still runs."""
-        call = check_call(prompts, gen_config, do_preprocess, request_id)
+        call = check_call(prompts, gen_config, do_preprocess, request_id, when_full)
         answers = await collect_async(self._thread, call)
         return answers[0] if call.single else answers
 
@@ -192,13 +198,14 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         request_id: str | Sequence[str] | None = None,
+        when_full: WhenFull = "raise",
     ) -> AsyncStream:
         """`stream_infer` for coroutines: submits at the call; `async for` over it, best inside `async with`.
 
         Raises what is known at the call, as `infer` does. Long prompts and long lists are prepared in a thread, so
         that the caller's loop goes on: then errors come with the first piece.
         """
-        return AsyncStream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id))
+        return AsyncStream(self._thread, check_call(prompts, gen_config, do_preprocess, request_id, when_full))
 
     # ------------------------------------------------------------------ chats
 

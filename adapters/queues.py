@@ -194,7 +194,8 @@ class _Pair:
         try:
             if self._refusing:
                 raise EngineClosed("the queue adapter was closed before this item was taken")
-            future = self._pipe.submit(item, config)
+            self._pipe.engine.wait_for_room()  # a full engine holds up this thread, and so those who fill the inbox
+            future = self._pipe.submit(item, config, when_full="wait")
         except Exception as error:
             return error
         self._running.add(future)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corogen.config import EngineConfig
 from corogen.errors import (
@@ -46,8 +46,30 @@ class Request:
     skip_special_tokens: bool
     #: lower runs first
     priority: int
+    #: seconds from arrival until it must be complete, and until it must first run
+    timeout_s: float | None
+    queue_timeout_s: float | None
     #: `time.monotonic()` of its admission
     arrival: float
+
+
+class TextFiles(NamedTuple):
+    """What of a model folder can be read before the model is loaded."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @classmethod
+    def read(cls, folder: Path, config: EngineConfig) -> TextFiles:
+        """Read them.
+
+        Raises:
+            TokenizerError: no tokenizer, or a broken one.
+            ConfigError: `config.chat_template` names no usable file.
+        """
+        tokenizer = Tokenizer.from_folder(folder)
+        return cls(folder, tokenizer, ChatTemplate.from_folder(folder, config.chat_template, tokenizer.special_tokens))
 
 
 class Admission:
@@ -62,16 +84,18 @@ class Admission:
 
     @classmethod
     def from_folder(cls, folder: Path, config: EngineConfig, *, max_len: int, vocab_size: int) -> Admission:
-        """Read tokenizer, chat template, end tokens and sampling defaults of a model folder.
+        """Read everything that it needs from a model folder. Raises what `TextFiles.read` and `from_files` raise."""
+        return cls.from_files(TextFiles.read(Path(folder), config), config, max_len=max_len, vocab_size=vocab_size)
+
+    @classmethod
+    def from_files(cls, files: TextFiles, config: EngineConfig, *, max_len: int, vocab_size: int) -> Admission:
+        """Read end tokens and sampling defaults, now that the loaded model's sizes are known.
 
         Raises:
-            TokenizerError: no tokenizer, or a broken one.
             CheckpointError: config.json or generation_config.json can not be read.
-            ConfigError: `config.chat_template` or `config.generation_config` names no usable file.
+            ConfigError: `config.generation_config` names no usable file.
         """
-        folder = Path(folder)
-        tokenizer = Tokenizer.from_folder(folder)
-        template = ChatTemplate.from_folder(folder, config.chat_template, tokenizer.special_tokens)
+        folder, tokenizer, template = files
         _warn_of_what_is_missing(folder, tokenizer, template, vocab_size)
         return cls(tokenizer, template, _facts(folder, config, tokenizer, max_len, vocab_size))
 
@@ -88,6 +112,7 @@ class Admission:
         Raises:
             InvalidRequest: or one of its subclasses, naming the value at fault and the remedy.
         """
+        arrival = time.monotonic()
         ids = self._prompt_ids(prompt, do_preprocess)
         if len(ids) >= self.facts.max_len:
             raise PromptTooLong(len(ids), self.facts.max_len)
@@ -100,7 +125,9 @@ class Admission:
             max_new_tokens=resolved.max_new_tokens,
             skip_special_tokens=resolved.skip_special_tokens,
             priority=resolved.priority,
-            arrival=time.monotonic(),
+            timeout_s=resolved.timeout_s,
+            queue_timeout_s=resolved.queue_timeout_s,
+            arrival=arrival,
         )
 
     def is_long(self, prompt: Any) -> bool:

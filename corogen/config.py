@@ -125,6 +125,8 @@ class EngineConfig:
     distributed_executor_backend: str | None = None
     #: requests that may be outstanding (running and waiting); 0: no bound
     queue_size: int = 0
+    #: prompt tokens that may wait for their turn, over all requests; 0: no bound
+    max_waiting_tokens: int = 0
     #: a hub id's branch, tag or commit
     revision: str | None = None
     #: where hub downloads go; None: the hub's usual cache
@@ -143,6 +145,8 @@ class EngineConfig:
     step_timeout_s: float | None = 300.0
     #: "resume" (requests go on after the workers have started again) or "fail" (those that ran get the error)
     on_worker_failure: str = "resume"
+    #: write prompts to the log "corogen.requests" (level INFO); otherwise no text of a request is ever logged
+    log_prompts: bool = False
     #: there only to be refused, see `corogen.config.THREAD_SAFE_MESSAGE`
     thread_safe: bool = False
 
@@ -177,6 +181,7 @@ _WHOLE_NUMBERS = {
     "block_size": (1, False),
     "max_prefill_token_num": (1, True),
     "queue_size": (0, False),
+    "max_waiting_tokens": (0, False),
     "num_threads": (1, True),
 }
 
@@ -223,7 +228,7 @@ def _choice_problems(config: EngineConfig) -> list[str]:
 
 def _type_problems(config: EngineConfig) -> list[str]:
     kinds = {
-        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "thread_safe")),
+        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "log_prompts", "thread_safe")),
         "a string or None": (str | None, ("revision", "download_dir", "chat_template")),
         "a dict or None": (dict | None, ("hf_overrides",)),
     }

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
-import functools
 import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +15,25 @@ import msgspec
 
 from corogen import startup
 from corogen.config import EngineConfig, check_config
-from corogen.errors import ConfigError, CorogenError, EngineClosed, InvalidRequest, QueueFullError
+from corogen.errors import ConfigError, CorogenError, EngineClosed
 from corogen.inbox import Inbox
+from corogen.intake import Intake
 from corogen.outputs import EngineStats, Response, StepRecord
-from corogen.params import GenerationConfig
+from corogen.params import GenerationConfig, WhenFull, may_wait
 from corogen.stream import Outgoing, Outlet, ResponseStream
+from corogen.text.pool import TextPool
 from corogen.wire.messages import StartPhase, WorkerReady, WorkerSpec
 
 if TYPE_CHECKING:
     from corogen.admission import Admission, Request
     from corogen.recovery import Health, Recovery
-    from corogen.request import ActiveRequest, Sink
+    from corogen.request import Sink
     from corogen.step_loop import StepLoop
     from corogen.text.tokenizer import Tokenizer
     from corogen.workers.executor import Executor
 
 logger = logging.getLogger("corogen.engine")
-
-_TEXT_THREADS = 2
+request_logger = logging.getLogger("corogen.requests")
 
 
 class Engine:
@@ -78,17 +75,15 @@ class Engine:
             raise ConfigError(f"the model must be a name or a path, not {model!r}")
         self.model = None if model is None else os.fspath(model)
         self._executor, self._tokenizer = executor, tokenizer
-        self._lock = threading.RLock()  # a stream that the collector drops may abort in the middle of a submit
-        self._inbox: Inbox | None = None
-        self._ids: set[str] = set()
-        self._refusal: CorogenError | None = EngineClosed("the engine is not started: use `async with` or `start()`")
+        self._intake = Intake(self.config.queue_size, self.config.max_waiting_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._closed: asyncio.Future[None] | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        #: for long text work, which must not hold up a loop
+        self.text_pool = TextPool()
         self._admission: Admission | None = None
         self._ready: WorkerReady | None = None
         self._recovery: Recovery | None = None
@@ -106,67 +101,51 @@ class Engine:
         if self._loop is not None:
             raise EngineClosed("an engine starts once: make a new one")
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
-        self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="corogen-text")
         try:
-            await self._load(progress or _log_phase)
+            await self._load(startup.harmless(progress or _log_phase))
         except BaseException:
             await self._release()
             raise
-        self._refusal = None
+        self._intake.open()
 
     async def _load(self, progress: Callable[[StartPhase], None]) -> None:
         from corogen.recovery import Recovery
         from corogen.step_loop import StepLoop
 
         config = self.config
-        path = await self._resolve(progress)
+        path = None
+        if self.model is not None:
+            path = await startup.find_model(self.model, config, self.text_pool, progress)
         executor = self._executor = self._executor or startup.make_executor(config)
         executor.on_failure = self._workers_failed
         spec = startup.worker_spec(config, path)
-        ready = self._ready = await executor.start(spec, progress)
+        ready, files = await startup.start_workers(executor, spec, path, config, self.text_pool, progress)
+        self._ready = ready
         for line in ready.warnings:
             logger.warning("%s", line)
         max_len = startup.max_len(config, ready)
-        self._admission = await self.run_in_pool(
-            startup.make_admission, config, path, self._tokenizer, max_len, ready.vocab_size
-        )
+        self._admission = startup.make_admission(config, files, self._tokenizer, max_len, ready.vocab_size)
         scheduler = startup.make_scheduler(config, ready)
-        steps = self._steps = StepLoop(scheduler, executor, depth=config.pp + 1, on_end=self._request_ended)
+        intake = self._intake
+        steps = self._steps = StepLoop(scheduler, executor, depth=config.pp + 1, intake=intake, on_idle=self._idle.set)
         self._respawn_spec = msgspec.structs.replace(spec, num_blocks=ready.num_blocks)
         self._recovery = Recovery(
             steps, self._restart_workers, resume=config.on_worker_failure == "resume", on_fatal=self._give_up
         )
         steps.on_step_error = self._recovery.step_failed
-        self._inbox = Inbox(asyncio.get_running_loop(), steps.wake)
-        self._task = asyncio.get_running_loop().create_task(self._run(steps, self._inbox))
+        intake.connect(steps, Inbox(asyncio.get_running_loop(), steps.wake))
+        self._task = asyncio.get_running_loop().create_task(self._run(steps))
         logger.info("%s", self.describe())
-
-    async def _resolve(self, progress: Callable[[StartPhase], None]) -> Path | None:
-        if self.model is None:
-            return None
-        from corogen.model.source import resolve_model
-
-        loop = asyncio.get_running_loop()
-
-        def report(what: str, done: int, total: int) -> None:
-            loop.call_soon_threadsafe(progress, StartPhase(what, done, total))
-
-        config = self.config
-        resolve = functools.partial(
-            resolve_model, self.model, revision=config.revision, download_dir=config.download_dir, progress=report
-        )
-        path: Path = await self.run_in_pool(resolve)
-        return path
 
     async def _restart_workers(self) -> None:
         if self._executor is not None and self._respawn_spec is not None:
             await self._executor.close()
             self._ready = await self._executor.start(self._respawn_spec, _log_phase)
 
-    async def _run(self, steps: StepLoop, inbox: Inbox) -> None:
+    async def _run(self, steps: StepLoop) -> None:
         """The step loop; if it ever fails, everybody learns of it at once."""
         try:
-            await steps.run(inbox.drain)
+            await steps.run(self._intake.drain)
         except Exception as error:
             logger.exception("the engine's loop failed")
             failure = EngineClosed(f"the engine's loop failed: {error!r}")
@@ -184,8 +163,7 @@ class Engine:
             await asyncio.shield(self._closed)
             return
         self._closed = asyncio.get_running_loop().create_future()
-        with self._lock:
-            self._refusal = EngineClosed("the engine is closed")
+        self._intake.refuse(EngineClosed("the engine is closed"))
         if drain:
             await self._drained(timeout_s)
         await self._release()
@@ -193,7 +171,7 @@ class Engine:
 
     async def _drained(self, timeout_s: float | None) -> None:
         self._idle.clear()
-        if self._ids:
+        if self._intake.request_ids():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
 
@@ -208,8 +186,7 @@ class Engine:
                 await self._task
         if self._executor is not None and self._ready is not None:
             await self._executor.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self.text_pool.close()
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -241,77 +218,56 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise EngineClosed unless requests are taken."""
-        if self._refusal is not None:
-            raise self._refused()
+        self._intake.check_open()
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a prepared request; its output goes to `sink`. Never blocks.
+    def submit(self, request: Request, sink: Sink, *, wait: bool = False) -> None:
+        """Queue a prepared request; its output goes to `sink`. Never blocks; without room it waits outside with `wait`.
 
         Raises:
-            QueueFullError: `queue_size` requests are outstanding.
+            QueueFullError: `queue_size` or `max_waiting_tokens` are reached.
             InvalidRequest: the request's id is in use.
             EngineClosed: the engine is closed or closing.
         """
         from corogen.request import ActiveRequest
 
-        limit = self.config.queue_size
         active = ActiveRequest(request, sink, self.admission.tokenizer)
-        with self._lock:
-            if self._refusal is not None:
-                raise self._refused()
-            if limit and len(self._ids) >= limit:
-                raise QueueFullError(len(self._ids), limit)
-            if request.id in self._ids:
-                raise InvalidRequest(f"request id {request.id!r} is in use", param="request_id")
-            self._ids.add(request.id)
-            self._inbox_or_raise().put(self.steps.add, active)  # under the lock: who closes the engine finds it there
-        self._inbox_or_raise().ring()
+        self._intake.submit(active, wait=wait)
+        if self.config.log_prompts:
+            self._log_prompt(request)
+
+    def _log_prompt(self, request: Request) -> None:
+        tokenizer = self.admission.tokenizer
+        text = request.prompt_ids if tokenizer is None else tokenizer.decode(request.prompt_ids)
+        request_logger.info("request %s prompt=%r", request.id, text, extra={"request_id": request.id})
+
+    def wait_for_room(self) -> None:
+        """Block the calling thread until a request would have room, or the engine takes none any more."""
+        self._intake.wait_for_room()
 
     def abort(self, request_id: str) -> None:
         """End a request as aborted. Safe from any thread, at any time, more than once, and for unknown ids."""
-        if request_id in self._ids:
-            self._inbox_or_raise().put(self.steps.abort, request_id)
-            with contextlib.suppress(EngineClosed):
-                self._inbox_or_raise().ring()
+        self._intake.abort(request_id)
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended. Safe from any thread."""
-        with self._lock:
-            return list(self._ids)
-
-    def _request_ended(self, active: ActiveRequest) -> None:
-        with self._lock:
-            self._ids.discard(active.request.id)
-            empty = not self._ids
-        if empty:
-            self._idle.set()
+        return self._intake.request_ids()
 
     def _workers_failed(self, error: CorogenError) -> None:
-        if self._recovery is not None and self._refusal is None:
+        if self._recovery is not None and not self._intake.refusing:
             self._recovery.workers_died(error)
         else:
             self._give_up(error)
 
     def _give_up(self, error: CorogenError) -> None:
         """No step will be answered any more."""
-        with self._lock:
-            self._refusal = self._refusal or error
+        self._intake.refuse(error)
         self._fail_all(error)
 
     def _fail_all(self, error: CorogenError) -> None:
-        if self._steps is not None and self._inbox is not None:
-            self._inbox.drain()
+        if self._steps is not None:
+            self._intake.drain()
             self._steps.fail_all(error)
             self._steps.flush()
-
-    def _refused(self) -> CorogenError:
-        """A fresh exception of the stored kind: one object must not collect the tracebacks of many threads."""
-        stored = self._refusal
-        if isinstance(stored, EngineClosed) or stored is None:
-            return EngineClosed(str(stored))
-        closed = EngineClosed(f"the engine has stopped: {stored}")
-        closed.__cause__ = stored
-        return closed
 
     # ------------------------------------------------------------------ requests, on the engine's own loop
 
@@ -324,15 +280,17 @@ class Engine:
         request_id: str | None = None,
         pieces: bool = True,
         index: int = 0,
+        when_full: WhenFull = "raise",
     ) -> ResponseStream:
         """Submit a prompt and return its pieces as they come; with `pieces=False` one piece, the whole answer.
 
+        With `when_full="wait"` a request for which there is no room waits for its turn.
         Raises what `prepare` and `submit` raise, at the call.
         """
         request = self.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
         out = Outgoing(Outlet(self.steps.register_outlet), pieces=pieces, index=index, request_id=request.id)
         stream = ResponseStream(self, out, request.id)
-        self.submit(request, out)
+        self.submit(request, out, wait=may_wait(when_full))
         return stream
 
     async def generate(
@@ -343,10 +301,18 @@ class Engine:
         do_preprocess: bool = True,
         request_id: str | None = None,
         index: int = 0,
+        when_full: WhenFull = "raise",
     ) -> Response:
         """The whole answer to one prompt. Cancelling the caller aborts the request."""
-        options = {"do_preprocess": do_preprocess, "request_id": request_id, "index": index}
-        async with self.stream(prompt, gen_config, pieces=False, **options) as answer:  # type: ignore[arg-type]
+        async with self.stream(
+            prompt,
+            gen_config,
+            do_preprocess=do_preprocess,
+            request_id=request_id,
+            pieces=False,
+            index=index,
+            when_full=when_full,
+        ) as answer:
             return await anext(answer)
 
     # ------------------------------------------------------------------ figures
@@ -355,7 +321,7 @@ class Engine:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The engine's own loop. Raises EngineClosed before the engine has started."""
         if self._loop is None:
-            raise self._refused()
+            raise self._intake.refused()
         return self._loop
 
     @property
@@ -367,73 +333,34 @@ class Engine:
     def admission(self) -> Admission:
         """What turns prompts into requests. Raises EngineClosed before the engine has started."""
         if self._admission is None:
-            raise self._refused()
+            raise self._intake.refused()
         return self._admission
 
     @property
     def steps(self) -> StepLoop:
         """The step loop. Raises EngineClosed before the engine has started."""
         if self._steps is None:
-            raise self._refused()
+            raise self._intake.refused()
         return self._steps
 
     @property
     def ready(self) -> WorkerReady:
         """What the workers said when they became ready."""
         if self._ready is None:
-            raise self._refused()
+            raise self._intake.refused()
         return self._ready
-
-    def _inbox_or_raise(self) -> Inbox:
-        if self._inbox is None:
-            raise self._refused()
-        return self._inbox
-
-    def run_in_pool(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run a long piece of text work (tokenising, say) in the engine's own small thread pool."""
-        return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
-
-    def submit_to_pool(self, function: Callable[[], None]) -> concurrent.futures.Future[None]:
-        """The same from any thread, for work that delivers its result itself. Raises EngineClosed."""
-        try:
-            if self._pool is not None:
-                return self._pool.submit(function)
-        except RuntimeError:
-            pass
-        raise EngineClosed("the engine is closed")
 
     @property
     def health(self) -> Health:
         """State, restarts and the last fault; safe from any thread, also before the start and after the end."""
-        from corogen.recovery import Health, State
+        from corogen.recovery import health
 
-        recovery = self._recovery
-        if self._closed is not None:
-            state = State.CLOSED
-        elif recovery is None:
-            state = State.STARTING
-        elif self._refusal is not None:
-            state = State.FAILED
-        else:
-            state = State.RESTARTING if recovery.restarting else State.READY
-        return Health(state, recovery.restarts if recovery else 0, recovery.last_error if recovery else None)
+        return health(self._recovery, closed=self._closed is not None, refusing=self._intake.refusing)
 
     def stats(self) -> EngineStats:
         """A picture of the engine at this moment."""
-        steps, scheduler = self.steps, self.steps.scheduler
-        counts = scheduler.pool.counts
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting + len(self._inbox_or_raise()),
-            blocks_free=counts.free,
-            blocks_cached=counts.cached,
-            blocks_used=counts.used,
-            steps=steps.steps,
-            preemptions=scheduler.preemptions,
-            restarts=self._recovery.restarts if self._recovery else 0,
-            cached_tokens=scheduler.cached_tokens,
-            ended=dict(steps.ended),
-        )
+        restarts = self._recovery.restarts if self._recovery else 0
+        return self.steps.stats(posted=self._intake.num_posted, restarts=restarts)
 
     def step_log(self, count: int = 100) -> list[StepRecord]:
         """The last `count` steps, oldest first."""

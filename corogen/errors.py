@@ -130,15 +130,17 @@ class UnsupportedModel(ModelError):
 
 
 class QueueFullError(CorogenError):
-    """`queue_size` requests are outstanding already; nothing was queued."""
+    """As much is outstanding as `queue_size` or `max_waiting_tokens` allow; nothing was queued. Carries all four."""
 
     code = "queue_full"
 
-    def __init__(self, outstanding: int, limit: int) -> None:
+    def __init__(self, outstanding: int, limit: int, waiting_tokens: int = 0, token_limit: int = 0) -> None:
         self.outstanding, self.limit = outstanding, limit
+        self.waiting_tokens, self.token_limit = waiting_tokens, token_limit
         super().__init__(
-            f"{outstanding} requests are outstanding and queue_size is {limit}: wait for some to finish, "
-            "or raise queue_size"
+            f"{outstanding} requests are outstanding (queue_size {limit or 'unlimited'}) and {waiting_tokens} prompt "
+            f"tokens wait (max_waiting_tokens {token_limit or 'unlimited'}): wait for some to finish, pass "
+            'when_full="wait", or raise the limit'
         )
 
 

@@ -46,12 +46,28 @@ class Response:
         return cls(finish_reason="error", index=index, error_code=code, error_message=str(error) or repr(error))
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Durations that were measured so far, in seconds."""
+
+    count: int
+    total_s: float
+    max_s: float
+    #: {upper bound in seconds: durations up to it}, as Prometheus counts them
+    buckets: dict[float, int]
+
+    @property
+    def mean_s(self) -> float:
+        """The average; 0 before the first."""
+        return self.total_s / self.count if self.count else 0.0
+
+
 class EngineStats(NamedTuple):
     """A picture of the engine at one moment."""
 
     #: requests that hold a slot
     running: int
-    #: requests that are admitted and wait for a slot
+    #: requests that are admitted and wait for a slot, or outside for room
     waiting: int
     #: blocks that hold nothing
     blocks_free: int
@@ -67,8 +83,20 @@ class EngineStats(NamedTuple):
     restarts: int
     #: prompt tokens that were found in the prefix cache
     cached_tokens: int
-    #: requests that ended, by finish reason
+    #: prompt tokens of the requests that have a token
+    prompt_tokens: int
+    #: generated tokens of the requests that have ended
+    new_tokens: int
+    #: requests that ended, by finish reason; "timeout" and "error" among them
     ended: dict[str, int]
+    #: from a request's arrival until it first ran
+    queue_time: Times
+    #: from a request's arrival to its first token
+    first_token_time: Times
+    #: from a request's arrival to its end, for whatever reason
+    request_time: Times
+    #: of the workers, a step; these add up to the time that the workers were busy
+    step_time: Times
 
 
 class StepRecord(NamedTuple):
@@ -79,5 +107,5 @@ class StepRecord(NamedTuple):
     decode_rows: int
     running: int
     waiting: int
-    #: from dispatch to result; steps overlap, so these add up to more than the time that passed
+    #: from its dispatch, or from the result before it if that came later, to its result
     duration_s: float

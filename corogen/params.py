@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -34,6 +34,8 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "priority": 0,
+    "timeout_s": None,
+    "queue_timeout_s": None,
 }
 
 #: fields that a model's generation_config.json may set for requests that sample
@@ -43,6 +45,20 @@ MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 GREEDY_BELOW = 1e-3
 
 MAX_STOP_WORDS = 64
+
+#: a year: longer than any timer of an event loop should be
+MAX_TIMEOUT_S = 365 * 86400.0
+
+
+#: what becomes of a request for which there is no room: QueueFullError at once, or it waits for its turn
+WhenFull = Literal["raise", "wait"]
+
+
+def may_wait(when_full: str) -> bool:
+    """Whether `when_full` is "wait". Raises InvalidRequest if it is neither that nor "raise"."""
+    if when_full not in ("raise", "wait"):
+        raise InvalidRequest(f'when_full must be "raise" or "wait", not {when_full!r}', param="when_full")
+    return when_full == "wait"
 
 
 @dataclass(kw_only=True)
@@ -77,8 +93,12 @@ class GenerationConfig:
     min_new_tokens: int | UnsetType | None = UNSET
     skip_special_tokens: bool | UnsetType = UNSET
     include_stop_str_in_output: bool | UnsetType = UNSET
-    #: lower runs first
+    #: lower runs first; each step of it is worth ten seconds of waiting, so that nobody waits for ever
     priority: int | UnsetType = UNSET
+    #: seconds from submission until the answer must be complete, else RequestTimeout; None: no bound
+    timeout_s: float | UnsetType | None = UNSET
+    #: seconds from submission until the request must first run, else RequestTimeout; None: no bound
+    queue_timeout_s: float | UnsetType | None = UNSET
     # known to LMDeploy's users and not there yet: refused by name when set
     logprobs: int | UnsetType | None = UNSET
     response_format: dict[str, Any] | UnsetType | None = UNSET
@@ -147,6 +167,8 @@ class Resolved:
     max_new_tokens: int
     skip_special_tokens: bool
     priority: int
+    timeout_s: float | None
+    queue_timeout_s: float | None
 
 
 def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
@@ -161,7 +183,7 @@ def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
         if name in given and not (name in _OPTIONAL and given[name] is None):
             _whole(name, given[name], low, high)
     for name, (low_f, high_f, open_low) in _REAL.items():
-        if name in given:
+        if name in given and not (name in _OPTIONAL and given[name] is None):
             _real(name, given[name], low_f, high_f, open_low)
     for name in _FLAGS:
         if name in given and not isinstance(given[name], bool):
@@ -171,7 +193,7 @@ def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
     stop_strings(given.get("stop_words"))
 
 
-_OPTIONAL = ("max_new_tokens", "min_new_tokens", "random_seed")
+_OPTIONAL = ("max_new_tokens", "min_new_tokens", "random_seed", "timeout_s", "queue_timeout_s")
 _WHOLE = {
     "max_new_tokens": (1, None),
     "min_new_tokens": (0, None),
@@ -186,6 +208,8 @@ _REAL = {
     "repetition_penalty": (0.0, 100.0, True),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
+    "timeout_s": (0.0, MAX_TIMEOUT_S, True),
+    "queue_timeout_s": (0.0, MAX_TIMEOUT_S, True),
 }
 _FLAGS = ("do_sample", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
@@ -248,6 +272,8 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
         max_new_tokens=min(room, value["max_new_tokens"] or room),
         skip_special_tokens=value["skip_special_tokens"],
         priority=value["priority"],
+        timeout_s=value["timeout_s"],
+        queue_timeout_s=value["queue_timeout_s"],
     )
 
 

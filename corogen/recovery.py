@@ -42,6 +42,16 @@ class Health(NamedTuple):
     last_error: CorogenError | None
 
 
+def health(recovery: Recovery | None, *, closed: bool, refusing: bool) -> Health:
+    """How an engine stands that has not recovered from anything yet (None: it still starts), or has."""
+    if recovery is None:
+        return Health(State.CLOSED if closed else State.STARTING, 0, None)
+    state = State.RESTARTING if recovery.restarting else State.READY
+    if closed or refusing:
+        state = State.CLOSED if closed else State.FAILED
+    return Health(state, recovery.restarts, recovery.last_error)
+
+
 class Recovery:
     """Keeps requests alive across faults: their tokens are known, so they are computed again and go on.
 

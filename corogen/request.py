@@ -35,7 +35,20 @@ class Sink(Protocol):
 class ActiveRequest:
     """An admitted request. `advance` takes each sampled token and says whether it ended the answer."""
 
-    __slots__ = ("_detokenizer", "_ids", "_matcher", "_stop_ids", "request", "seq", "sink", "tokenizer")
+    __slots__ = (
+        "_detokenizer",
+        "_ids",
+        "_matcher",
+        "_stop_ids",
+        "first_token_at",
+        "inside",
+        "request",
+        "seq",
+        "sink",
+        "started_at",
+        "tokenizer",
+        "waiting_tokens",
+    )
 
     def __init__(self, request: Request, sink: Sink, tokenizer: Tokenizer | None) -> None:
         self.request, self.sink, self.tokenizer = request, sink, tokenizer
@@ -47,6 +60,12 @@ class ActiveRequest:
             arrival=request.arrival,
             owner=self,
         )
+        #: counted by the intake; False while it waits outside
+        self.inside = False
+        self.waiting_tokens = 0
+        #: `time.monotonic()` of its first run and of its first token
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
         stop = request.stop
         self._stop_ids = stop.token_ids
         self._matcher = StopMatcher(stop.strings, stop.include) if stop.strings else None

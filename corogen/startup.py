@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,17 +15,74 @@ from corogen.config import EngineConfig
 from corogen.errors import ConfigError
 from corogen.params import ModelFacts
 from corogen.schedule import BlockPool, Scheduler
-from corogen.wire.messages import WorkerReady, WorkerSpec
+from corogen.text.pool import TextPool
+from corogen.wire.messages import StartPhase, WorkerReady, WorkerSpec
 from corogen.workers.cpus import usable_cpus
 
 if TYPE_CHECKING:
-    from corogen.admission import Admission
+    from corogen.admission import Admission, TextFiles
     from corogen.text.tokenizer import Tokenizer
     from corogen.workers.executor import Executor
+
+logger = logging.getLogger("corogen.engine")
 
 #: defaults by device: requests at once, tokens a step
 _CPU_DEFAULTS = (64, 256)
 _GPU_DEFAULTS = (256, 8192)
+
+
+Progress = Callable[[StartPhase], None]
+
+
+def harmless(progress: Progress) -> Progress:
+    """`progress`, whose exceptions are logged: what a caller wants to show must not end the start."""
+
+    def call(phase: StartPhase) -> None:
+        try:
+            progress(phase)
+        except Exception:
+            logger.exception("the progress callback failed in phase %s", phase.name)
+
+    return call
+
+
+async def find_model(model: str, config: EngineConfig, pool: TextPool, progress: Progress) -> Path:
+    """The folder or `.gguf` file of `model`, downloaded if need be.
+
+    Raises:
+        ModelNotFound: see `resolve_model`.
+    """
+    from corogen.model.source import resolve_model
+
+    loop = asyncio.get_running_loop()
+
+    def report(what: str, done: int, total: int) -> None:
+        loop.call_soon_threadsafe(progress, StartPhase(what, done, total))
+
+    resolve = functools.partial(
+        resolve_model, model, revision=config.revision, download_dir=config.download_dir, progress=report
+    )
+    return await pool.run(resolve)
+
+
+async def start_workers(
+    executor: Executor, spec: WorkerSpec, path: Path | None, config: EngineConfig, pool: TextPool, progress: Progress
+) -> tuple[WorkerReady, TextFiles | None]:
+    """Start the workers. Tokenizer and chat template are read meanwhile, so that a fault in them shows early."""
+    from corogen.admission import TextFiles
+
+    start = asyncio.get_running_loop().create_task(executor.start(spec, progress))
+    try:
+        folder = None if path is None else _text_folder(path)
+        files = await pool.run(TextFiles.read, folder, config) if folder is not None and folder.is_dir() else None
+        ready = await start
+    except BaseException:
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        raise
+    if folder is not None and files is None:  # the workers have just made it
+        files = await pool.run(TextFiles.read, folder, config)
+    return ready, files
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -79,16 +140,25 @@ def max_len(config: EngineConfig, ready: WorkerReady) -> int:
     return min(wanted or ready.max_positions, ready.num_blocks * config.block_size)
 
 
-def make_admission(
-    config: EngineConfig, path: Path | None, tokenizer: Tokenizer | None, max_len: int, vocab_size: int
-) -> Admission:
-    """Tokenizer, chat template and defaults of the model at `path`; without one, of `tokenizer` alone."""
-    from corogen.admission import Admission
+def _text_folder(path: Path) -> Path:
+    """Where the tokenizer and the chat template of the model at `path` are, or will be once a worker has converted it.
+
+    Raises:
+        ModelNotFound: there is no such file.
+    """
     from corogen.model.gguf import converted_folder
 
-    if path is not None:
-        folder = converted_folder(path) if path.suffix == ".gguf" else path
-        return Admission.from_folder(folder, config, max_len=max_len, vocab_size=vocab_size)
+    return converted_folder(path) if path.suffix == ".gguf" else path
+
+
+def make_admission(
+    config: EngineConfig, files: TextFiles | None, tokenizer: Tokenizer | None, max_len: int, vocab_size: int
+) -> Admission:
+    """From the model's `files`; without a model, from `tokenizer` alone."""
+    from corogen.admission import Admission
+
+    if files is not None:
+        return Admission.from_files(files, config, max_len=max_len, vocab_size=vocab_size)
     if tokenizer is None:
         return Admission(None, None, ModelFacts(max_len, vocab_size))
     facts = ModelFacts(max_len, vocab_size, frozenset(tokenizer.eos_ids), added_tokens=tokenizer.added_tokens)
@@ -114,11 +184,13 @@ def _token_budget(config: EngineConfig, device: str) -> int:
 
 def _device(config: EngineConfig) -> str:
     """The device to ask for. A worker that was asked for "auto" looks for itself; batch sizes follow this guess."""
-    if config.device_type == "cpu":
+    no_gpu = not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if config.device_type == "cpu" or (config.device_type == "auto" and no_gpu):
         return "cpu"
-    if config.device_type == "auto" and (
-        not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    ):
-        return "cpu"
+    if no_gpu and sys.platform == "linux" and not Path("/dev/kfd").exists():
+        raise ConfigError(
+            "device_type='cuda', and this machine shows no GPU (no /dev/nvidiactl, or CUDA_VISIBLE_DEVICES is empty): "
+            "use device_type='cpu', or 'auto'"
+        )
     name = config.device_type if config.device_type == "cuda" else "auto"
     return f"cuda:{config.devices[0]}" if config.devices else name

@@ -35,6 +35,8 @@ class Plan:
     prefill: list[PrefillRow] = field(default_factory=list)
     decode_rows: list[Sequence] = field(default_factory=list)
     prefill_rows: list[Sequence] = field(default_factory=list)
+    #: those that got their slot with this step
+    started: list[Sequence] = field(default_factory=list)
 
     def message(self) -> StepInput:
         """The step as the workers get it."""
@@ -50,7 +52,7 @@ class Scheduler:
     results of earlier ones are in: a sampled token counts as `pending` until then.
 
     A block is returned to the pool only when the last step that may write it has answered. When blocks run out the
-    sequence with the highest (priority, arrival) goes back to waiting and is computed again later.
+    sequence of the highest rank (the least urgent, then the youngest) goes back to waiting and is computed again later.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Scheduler:
         self.epoch = 0
         self.quarantine = Quarantine()
         self._hasher = PrefixHasher(block_size) if prefix_caching else None
-        self._waiting: list[tuple[tuple[int, float], int, Sequence]] = []
+        self._waiting: list[tuple[float, int, Sequence]] = []
         self._num_waiting = 0
         self._tie = itertools.count()
         self._steps = itertools.count()
@@ -300,6 +302,7 @@ class Scheduler:
         seq.slot = self.slots.acquire()
         seq.status = Status.RUNNING
         self.cached_tokens += seq.num_cached
+        plan.started.append(seq)
         insort(self.running, seq, key=_rank)
         cached = tuple(seq.tokens[: seq.num_cached]) if _counts_tokens(seq) else ()
         plan.init.append(SlotInit(seq.slot, seq.prompt_len, seq.num_cached, seq.sampling, cached))

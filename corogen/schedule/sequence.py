@@ -7,10 +7,14 @@ from typing import Any
 
 from corogen.wire.messages import Sampling
 
+#: a step of priority is worth so many seconds of waiting: who waits long enough passes even the most urgent newcomer
+PRIORITY_S = 10.0
+
 
 class Status(enum.Enum):
     """Where a sequence stands. Preempted sequences are WAITING again; ENDED is terminal."""
 
+    NEW = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     ENDED = enum.auto()
@@ -30,7 +34,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival",
         "blocks",
         "decoding",
         "keys",
@@ -41,8 +44,8 @@ class Sequence:
         "num_done",
         "owner",
         "pending",
-        "priority",
         "prompt_len",
+        "rank",
         "registered",
         "rows_in_flight",
         "sampling",
@@ -65,10 +68,10 @@ class Sequence:
         self.prompt_len = len(prompt_ids)
         self.limit = len(prompt_ids) + max_new_tokens
         self.sampling = sampling
-        self.priority = priority
-        self.arrival = arrival
+        #: lower runs first and is preempted last
+        self.rank = arrival + priority * PRIORITY_S
         self.owner = owner
-        self.status = Status.WAITING
+        self.status = Status.NEW
         self.slot = -1
         self.blocks: list[int] = []
         #: a step that samples was dispatched since the slot was taken: the worker has the last token
@@ -82,11 +85,6 @@ class Sequence:
         #: hashes of the full blocks of `tokens`, as far as they were needed
         self.keys: list[bytes] = []
         self.registered = 0
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Lower runs first and is preempted last."""
-        return self.priority, self.arrival
 
     def forget_progress(self) -> None:
         """Start again from the known tokens."""

@@ -23,6 +23,7 @@ from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
 from corogen.sample.sampler import sample
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
+from corogen.workers.device import choose_device
 from corogen.workers.rows import SlotTable
 
 
@@ -51,7 +52,7 @@ class Runner:
 
     def __init__(self, spec: WorkerSpec, on_phase: Callable[[StartPhase], None] = lambda phase: None) -> None:
         self._spec, self._on_phase = spec, on_phase
-        self._device = torch.device(spec.device)
+        self._device = choose_device(spec.device)
         self._seconds: dict[str, float] = {}
         self._phase_began: tuple[str, float] | None = None
         self._warnings: list[str] = []

@@ -46,7 +46,7 @@ def slowly(**config):
 def idle(pipe):
     async def look():
         engine = pipe.engine
-        return engine.steps.scheduler.idle and not engine._inbox and not engine._ids
+        return engine.steps.scheduler.idle and not engine._intake.num_posted and not engine.request_ids()
 
     return pipe.thread.run(look())
 

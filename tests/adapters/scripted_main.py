@@ -7,7 +7,6 @@ import pytest
 
 from corogen import startup
 from corogen.admission import Admission
-from corogen.engine import Engine
 from corogen.params import ModelFacts
 from corogen.testing import FakeExecutor
 from corogen.text.chat import ChatTemplate
@@ -24,7 +23,7 @@ def script_every_engine(patch, **fake):
     tok = tokenizer()
     ids = tok.encode(said(""), add_special_tokens=False)
 
-    async def no_files(self, progress):
+    async def no_files(*args):
         return None
 
     def make_admission(config, path, given, max_len, vocab_size):
@@ -34,7 +33,7 @@ def script_every_engine(patch, **fake):
     def make_executor(config):
         return FakeExecutor(lambda prompt: [*ids, *prompt, *tok.eos_ids], vocab_size=50_000, **fake)
 
-    patch.setattr(Engine, "_resolve", no_files)
+    patch.setattr(startup, "find_model", no_files)
     patch.setattr(startup, "make_admission", make_admission)
     patch.setattr(startup, "make_executor", make_executor)
 

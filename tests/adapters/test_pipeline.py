@@ -1,7 +1,9 @@
 """Every way to call a pipeline gives the same answers and the same errors."""
 
 import asyncio
+import os
 import queue
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -310,8 +312,44 @@ class TestAFullQueue:
     def test_refuses_single_items_of_a_list(self, call):
         with slowly(queue_size=3) as pipe:
             answers = call(pipe, list("abcde"), SHORT)
+            if call is by_queue:  # what feeds it waits instead
+                assert [a.text for a in answers] == [expected(p) for p in "abcde"]
+                return
             assert [a.error_code for a in answers] == [None] * 3 + ["queue_full"] * 2
             assert [a.text for a in answers[:3]] == [expected(p) for p in "abc"]
+
+    def test_lets_those_wait_who_want_to(self):
+        prompts = list("abcdefgh")
+        texts = [expected(p) for p in prompts]
+        with scripted(queue_size=2) as pipe:
+            assert [a.text for a in pipe.infer(prompts, SHORT, when_full="wait")] == texts
+            assert [a.text for a in pipe.submit(prompts, SHORT, when_full="wait").result(10)] == texts
+            assert [a.text for a in asyncio.run(pipe.async_batch_infer(prompts, SHORT, when_full="wait"))] == texts
+            assert "".join(p.text for p in pipe.stream_infer("a", SHORT, when_full="wait")) == texts[0]
+            with pytest.raises(InvalidRequest, match="when_full"):
+                pipe.infer("a", when_full="later")
+
+    def test_keeps_the_items_of_a_queue_in_its_inbox(self):
+        inbox, outbox = queue.Queue(), queue.Queue()
+        with slowly(queue_size=1) as pipe, pipe.stream_infer("x", ENDLESS) as stream, QueueAdapter(pipe) as bridge:
+            bridge.add(inbox, outbox)
+            for prompt in "abcd":
+                inbox.put((prompt, SHORT))
+            next(stream)
+            assert inbox.qsize() >= 3
+            stream.close()
+            assert [outbox.get(timeout=10).text for _ in "abcd"] == [expected(p) for p in "abcd"]
+
+
+class TestDeadlines:
+    @every_caller
+    def test_end_one_item_and_spare_the_others(self, call):
+        with slowly(max_batch_size=4) as pipe:
+            hurried = GenerationConfig(max_new_tokens=4000, ignore_eos=True, timeout_s=0.05)
+            late, good = call(pipe, ["a", "b"], [hurried, SHORT])
+            assert (late.finish_reason, late.error_code) == ("error", "timeout")
+            assert "timeout_s=0.05" in late.error_message
+            assert good.text == expected("b")
 
 
 class TestBlockingCalls:
@@ -573,12 +611,10 @@ def test_a_progress_bar_on_request(capsys):
 
 
 def test_a_second_load_names_the_first(caplog, monkeypatch):
-    from corogen.engine import Engine
-
-    async def no_files(self, progress):
+    async def no_files(*args):
         return None
 
-    monkeypatch.setattr(Engine, "_resolve", no_files)
+    monkeypatch.setattr("corogen.startup.find_model", no_files)
     first = make_pipe(model="some/model")
     with make_pipe(model="other/model"):
         assert "again" not in caplog.text
@@ -589,3 +625,19 @@ def test_a_second_load_names_the_first(caplog, monkeypatch):
     caplog.clear()
     make_pipe(model="some/model").close()
     assert "again" not in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")
+def test_a_signal_handler_may_ask_while_the_main_thread_waits():
+    with slowly(max_batch_size=4) as pipe:
+        answers = []
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: answers.append(pipe.infer("abc", SHORT).text))
+        try:
+            sender = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+            sender.start()
+            texts = [a.text for a in pipe.infer(["xyz"] * 20, SHORT)]
+            sender.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert texts == [expected("xyz")] * 20
+        assert answers == [expected("abc")]

@@ -35,7 +35,7 @@ def assert_idle(engine):
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     engine.steps.scheduler.check()
     assert engine.steps.num_active == 0
-    assert not engine._ids
+    assert not engine.request_ids()
 
 
 async def settle(engine):
@@ -43,7 +43,7 @@ async def settle(engine):
     import asyncio
 
     for _ in range(1000):
-        if engine.steps.scheduler.idle and not engine._inbox:
+        if engine.steps.scheduler.idle and not engine._intake.num_posted:
             return
         await asyncio.sleep(0)
     raise AssertionError("the engine did not become idle")

@@ -202,7 +202,7 @@ async def test_a_fault_in_one_requests_text_harms_no_other(monkeypatch):
         config = GenerationConfig(max_new_tokens=12)
         bad = engine.stream("bad", config, request_id="bad")
         good = engine.stream("good", config)
-        engine._inbox.drain()
+        engine._intake.drain()
         active = engine.steps._active["bad"]
         monkeypatch.setattr(type(active), "advance", _advance_that_fails(type(active).advance, active))
         with pytest.raises(RequestFailed, match="no such thing") as caught:

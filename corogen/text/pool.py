@@ -1,0 +1,37 @@
+"""A few threads for long pieces of text work: tokenising, rendering a chat, reading a model's files."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from corogen.errors import EngineClosed
+
+_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class TextPool:
+    """The threads start with the first piece of work."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corogen-text")
+
+    def run(self, function: Callable[..., Result], *args: object) -> asyncio.Future[Result]:
+        """Run `function(*args)` for a coroutine of the running loop."""
+        return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Run `function` for anybody; it delivers its result itself. Raises EngineClosed."""
+        try:
+            return self._pool.submit(function)
+        except RuntimeError:
+            raise EngineClosed("the engine is closed") from None
+
+    def close(self) -> None:
+        """Drop what has not begun; what has is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
