@@ -6,6 +6,7 @@ servers in one process do not meet, and PROMETHEUS_MULTIPROC_DIR has no effect. 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from corogen.adapters.pipeline import Pipeline
+    from corogen.outputs import Times
 
 __all__ = ["CONTENT_TYPE_LATEST", "Histogram", "Metrics"]
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -57,12 +58,10 @@ class Metrics(Collector):
 
     def __init__(self, pipe: Pipeline, model: str) -> None:
         self._pipe, self._model = pipe, model
-        self.ttft = Histogram("corogen_time_to_first_token_seconds", "Streamed: until the first text", _SECONDS)
         self.itl = Histogram("corogen_inter_token_latency_seconds", "Streamed: between two pieces", _PER_TOKEN)
         self.tpot = Histogram(
             "corogen_request_time_per_output_token_seconds", "Streamed: mean of a request after its first", _PER_TOKEN
         )
-        self.e2e = Histogram("corogen_e2e_request_latency_seconds", "From the request to its last token", _SECONDS)
         self.prompt_len = Histogram("corogen_request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self.answer_len = Histogram("corogen_request_generation_tokens", "Tokens of an answer", _TOKENS)
         self._prompt_tokens = self._answer_tokens = 0
@@ -98,7 +97,7 @@ class Metrics(Collector):
         yield from self._engine_families()
         yield self._counter("corogen_prompt_tokens", "Tokens of prompts that came over HTTP", self._prompt_tokens)
         yield self._counter("corogen_generation_tokens", "Tokens that were generated for them", self._answer_tokens)
-        for histogram in (self.ttft, self.itl, self.tpot, self.e2e, self.prompt_len, self.answer_len):
+        for histogram in (self.itl, self.tpot, self.prompt_len, self.answer_len):
             yield histogram.family(self._model)
         http = CounterMetricFamily("corogen_http_requests", "HTTP requests that ended", labels=["path", "status"])
         for labels, count in sorted(self._answered.items()):
@@ -124,9 +123,21 @@ class Metrics(Collector):
         yield self._counter("corogen_engine_steps", "Steps whose result has arrived", stats.steps)
         yield self._counter("corogen_num_preemptions", "Requests put back to free their blocks", stats.preemptions)
         yield self._counter("corogen_prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens)
-        ended = {reason: stats.ended.get(reason, 0) for reason in ("stop", "length", "abort", "error")}
+        ended = {reason: stats.ended.get(reason, 0) for reason in ("stop", "length", "abort", "timeout", "error")}
         words = "Requests that ended, by finish reason"
         yield self._labelled(CounterMetricFamily, "corogen_requests_ended", words, "finished_reason", ended)
+        yield self._times(
+            "corogen_time_to_first_token_seconds", "From arrival to the first token", stats.first_token_time
+        )
+        yield self._times("corogen_e2e_request_latency_seconds", "From arrival to the end", stats.request_time)
+        yield self._times("corogen_request_queue_time_seconds", "From arrival until it first ran", stats.queue_time)
+        yield self._times("corogen_engine_step_seconds", "Of the workers, a step", stats.step_time)
+
+    def _times(self, name: str, words: str, times: Times) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, words, labels=["model_name"])
+        ends = [(f"{bound:g}", count) for bound, count in times.buckets.items() if bound != math.inf]
+        family.add_metric([self._model], [*ends, ("+Inf", times.count)], times.total_s)
+        return family
 
     def _gauge(self, name: str, words: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, words, labels=["model_name"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -119,26 +118,5 @@ async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
 
     if not admission.is_long(prompt):
         return encode()
-    future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-    return await _in_pool(service, encode, future)
-
-
-async def _in_pool(service: Service, encode: Any, future: asyncio.Future[list[int]]) -> list[int]:
-    loop = future.get_loop()
-
-    def deliver(ids: list[int] | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(ids or [])
-
-    def job() -> None:
-        try:
-            loop.call_soon_threadsafe(deliver, encode(), None)
-        except Exception as error:
-            loop.call_soon_threadsafe(deliver, None, error)
-
-    service.pipe.engine.submit_to_pool(job)
-    return await future
+    service.pipe.engine.check_open()
+    return await service.pipe.engine.text_pool.run(encode)

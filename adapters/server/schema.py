@@ -89,6 +89,8 @@ class GenerationFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     bad_token_ids: list[int] | None = None
     priority: int | None = None
+    timeout_s: float | None = Field(None, description="Seconds until the answer must be complete; else 504.")
+    queue_timeout_s: float | None = Field(None, description="Seconds that it may wait for its turn; else 504.")
 
     #: fields that a route does not take although the others do
     refused: ClassVar[tuple[str, ...]] = ()
@@ -139,7 +141,8 @@ class GenerationFields(BaseModel):
 _SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output", "bad_token_ids", "priority",
+    "include_stop_str_in_output", "bad_token_ids", "priority", "timeout_s",
+    "queue_timeout_s",
 )  # fmt: skip
 _PYTHON_NAMES = {"seed": "random_seed", "stop": "stop_words", "min_tokens": "min_new_tokens"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "random_seed")

@@ -39,7 +39,6 @@ class Meter:
             if not index % self._n:
                 self._cached[prompt] = piece.cached_tokens
             metrics.answer_len.observe(piece.generate_token_len)
-            metrics.e2e.observe(now - self._begun)
             if self._stream:
                 self._observe_pace(index, piece.generate_token_len, now)
 
@@ -48,7 +47,6 @@ class Meter:
             self._metrics.itl.observe(now - self._last[index])
         else:
             self._firsts[index] = now, tokens
-            self._metrics.ttft.observe(now - self._begun)
         self._last[index] = now
 
     def _observe_pace(self, index: int, tokens: int, now: float) -> None:

@@ -67,6 +67,7 @@ class TestMetrics:
             "corogen_num_requests_running", "corogen_num_requests_waiting", "corogen_kv_cache_usage_perc",
             "corogen_prompt_tokens", "corogen_generation_tokens", "corogen_time_to_first_token_seconds",
             "corogen_inter_token_latency_seconds", "corogen_e2e_request_latency_seconds", "corogen_requests_ended",
+            "corogen_request_queue_time_seconds", "corogen_engine_step_seconds",
         ):  # fmt: skip
             assert f"# HELP {name}" in reply.text
             assert f"# TYPE {name}" in reply.text
@@ -79,7 +80,7 @@ class TestMetrics:
         assert 'corogen_prompt_tokens_total{model_name="tiny"} 10.0' in text
         assert 'corogen_generation_tokens_total{model_name="tiny"} 36.0' in text
         assert 'corogen_requests_ended_total{finished_reason="length",model_name="tiny"} 3.0' in text
-        assert 'corogen_time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
+        assert 'corogen_time_to_first_token_seconds_count{model_name="tiny"} 3.0' in text
         assert 'corogen_e2e_request_latency_seconds_count{model_name="tiny"} 3.0' in text
         assert f'corogen_http_requests_total{{path="{CHAT}",status="200"}} 2.0' in text
 

@@ -111,6 +111,17 @@ class TestErrors:
             assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
             assert error_of(reply)["code"] == "queue_full"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_deadline_that_passes_is_504(self, stream):
+        with endless(max_batch_size=1) as pipe:
+            held = pipe.stream_infer("x" * 50, ENDLESS)
+            async with client(pipe) as http:
+                reply = await http.post(CHAT, json=user(stream=stream, queue_timeout_s=0.05))
+                metrics = (await http.get("/metrics")).text
+            held.close()
+        assert (reply.status_code, error_of(reply)["code"]) == (504, "timeout")
+        assert 'corogen_requests_ended_total{finished_reason="timeout",model_name="tiny"} 1.0' in metrics
+
     async def test_a_closed_engine_is_unavailable(self):
         with pipe_with_template(check=False) as pipe:
             await pipe.aclose()
