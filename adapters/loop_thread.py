@@ -16,8 +16,10 @@ from corogen.adapters.portal import Portals, settled
 from corogen.config import EngineConfig
 from corogen.engine import Engine
 from corogen.errors import BlockingCallError, EngineClosed
+from corogen.params import check_timeout
 from corogen.text.tokenizer import Tokenizer
 from corogen.wire.messages import StartPhase
+from corogen.workers.descriptors import fill_standard_streams
 from corogen.workers.executor import Executor
 
 logger = logging.getLogger("corogen")
@@ -113,16 +115,27 @@ class EngineThread:
             EngineClosed: engine or thread did not end within half a minute beyond `timeout_s`.
         """
         self.refuse_blocking("close")
+        check_timeout(timeout_s)
+        if self._control.foreign:
+            return  # the thread belongs to the process that this one was forked from
         with contextlib.suppress(EngineClosed, CancelledError):
             closing = self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s))
             bound = None if drain and timeout_s is None else (timeout_s or 0.0) + _GRACE_S
-            with contextlib.suppress(TimeoutError):
+            try:
                 closing.result(bound)
+            except TimeoutError:
+                pass
+            except KeyboardInterrupt:
+                closing.cancel()  # a drain that is given up; whatever closes next need not wait for it
+                raise
         self._end()
 
     async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """The same from a coroutine, on any loop but the engine's own: that loop goes on meanwhile."""
         self.refuse_blocking("aclose")
+        check_timeout(timeout_s)
+        if self._control.foreign:
+            return
         with contextlib.suppress(EngineClosed):
             await settled(self.portals.current(), self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s)))
         self._control.leave()
@@ -159,7 +172,13 @@ class _Control:
         self._life: asyncio.Task[None] | None = None
         self._left = False
         self._sealed = False
+        self._pid = os.getpid()
         self._waiting: set[Future[Any]] = set()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked copy, in whose process the thread does not exist."""
+        return os.getpid() != self._pid
 
     def live(self, loop: asyncio.AbstractEventLoop, life: asyncio.Task[None]) -> None:
         """Engine thread: from now on `leave` has something to cancel."""
@@ -171,7 +190,7 @@ class _Control:
     def leave(self) -> None:
         """End the thread's life, at whatever point it is; once."""
         with self._lock:
-            if self._left:
+            if self._left or self.foreign:
                 return
             self._left = True
             loop, life = self._loop, self._life
@@ -186,9 +205,10 @@ class _Control:
             EngineClosed: the loop takes nothing more.
         """
         with self._lock:
-            if self._loop is None or self._sealed:
+            if self._loop is None or self._sealed or self.foreign:
                 coro.close()
-                raise EngineClosed("the engine's thread has ended")
+                where = ": it runs in another process, from which this one was forked" if self.foreign else ""
+                raise EngineClosed(f"the engine's thread has ended{where}")
             future = asyncio.run_coroutine_threadsafe(coro, self._loop)
             self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -220,6 +240,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
+    fill_standard_streams()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from corogen.errors import EngineClosed, InvalidRequest, RequestAborted
+from corogen.adapters.pipeline import Pipeline
+from corogen.errors import EngineClosed, InvalidRequest, RequestAborted, a_type_of
 from corogen.params import GenerationConfig
 
 if TYPE_CHECKING:
     from corogen.adapters.futures import RequestFuture
-    from corogen.adapters.pipeline import Pipeline
 
 _keys = itertools.count(1)
 
@@ -51,9 +53,14 @@ class QueueAdapter:
 
     Args:
         gen_config: for items that bring none.
+
+    Raises:
+        InvalidRequest: an argument is of another type.
     """
 
     def __init__(self, pipe: Pipeline, gen_config: GenerationConfig | None = None) -> None:
+        if not isinstance(pipe, Pipeline):
+            raise InvalidRequest(f"pipe must be a Pipeline, as pipeline(...) returns it, not {pipe!r}", param="pipe")
         if gen_config is not None and not isinstance(gen_config, GenerationConfig):
             raise InvalidRequest(f"gen_config must be a GenerationConfig, not {gen_config!r}", param="gen_config")
         self._pipe, self._gen_config = pipe, gen_config
@@ -65,9 +72,11 @@ class QueueAdapter:
         """Serve a pair of queues from now on.
 
         Raises:
-            InvalidRequest: the inbox is served already.
+            InvalidRequest: the inbox is served already, or one of the two is no queue.
             EngineClosed: the adapter or the pipeline is closed.
         """
+        _check_queue(inbox, "inbox")
+        _check_queue(outbox, "outbox")
         self._pipe.engine.check_open()
         with self._lock:
             if self._closed:
@@ -128,6 +137,10 @@ class _Stop:
     key: int
 
 
+#: the end of an inbox that was too full for its _Stop
+_NOTHING = object()
+
+
 class _Pair:
     """One inbox, one outbox, two sleeping threads."""
 
@@ -135,6 +148,8 @@ class _Pair:
         self._pipe, self._gen_config, self._inbox, self._outbox = pipe, gen_config, inbox, outbox
         self._stop = _Stop(next(_keys))
         self._refusing = False
+        self._ending = threading.Lock()
+        self._stopped = self._stop_posted = False
         self._running: set[RequestFuture] = set()
         #: futures and exceptions in the order of their items; None: the end
         self._accepted: queue.SimpleQueue[RequestFuture | BaseException | None] = queue.SimpleQueue()
@@ -148,13 +163,16 @@ class _Pair:
         self._writer.start()
 
     def stop(self) -> None:
-        """Wake the reader for the last time; what lies in the inbox already comes first."""
-        with contextlib.suppress(Exception):  # the queue was shut down, as its reader knows
-            self._inbox.put(self._stop)
+        """Wake the reader for the last time; what lies in the inbox already comes first. Does not wait for it."""
+        with self._ending, contextlib.suppress(Exception):  # full: the reader has no reason to sleep; or shut down
+            self._stopped = True
+            getattr(self._inbox, "put_nowait", self._inbox.put)(self._stop)
+            self._stop_posted = True
 
     def refuse(self) -> None:
         """Answer with EngineClosed what is read from now on."""
         self._refusing = True
+        self._pipe.engine.wake_waiters()
 
     def abort(self) -> None:
         """End the requests that still run."""
@@ -170,9 +188,19 @@ class _Pair:
 
     def _read(self) -> None:
         with contextlib.suppress(Exception):  # the inbox was shut down
-            while self._takes(self._inbox.get()):
+            while (item := self._next()) is not _NOTHING and self._takes(item):
                 pass
         self._accepted.put(None)
+
+    def _next(self) -> Any:
+        with self._ending:
+            asleep = not self._stopped or self._stop_posted
+        if asleep:
+            return self._inbox.get()
+        try:
+            return self._inbox.get_nowait()  # type: ignore[attr-defined]  # the queue was full, so it has a bound
+        except queue.Empty:
+            return _NOTHING
 
     def _takes(self, item: Any) -> bool:
         """Submit an item; False if it is the end."""
@@ -188,14 +216,13 @@ class _Pair:
 
     def _accept(self, item: Any) -> RequestFuture | BaseException:
         """The future of an item, or what is wrong with it."""
-        config = self._gen_config
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], GenerationConfig | None):
-            item, config = item[0], item[1] or config
         try:
+            prompt, config = _parts(item)
+            # a full engine holds up this thread, and so those who fill the inbox
+            self._pipe.engine.wait_for_room(lambda: self._refusing)
             if self._refusing:
                 raise EngineClosed("the queue adapter was closed before this item was taken")
-            self._pipe.engine.wait_for_room()  # a full engine holds up this thread, and so those who fill the inbox
-            future = self._pipe.submit(item, config, when_full="wait")
+            future = self._pipe.submit(prompt, config or self._gen_config, when_full="wait")
         except Exception as error:
             return error
         self._running.add(future)
@@ -219,6 +246,36 @@ class _Pair:
         if done is not None:
             with contextlib.suppress(ValueError):  # somebody else counts, too
                 done()
+
+
+def _check_queue(value: Any, name: str) -> None:
+    if not callable(getattr(value, "get", None)) or not callable(getattr(value, "put", None)):
+        raise InvalidRequest(f"{name} must be a queue, with get and put, not {a_type_of(value)}", param=name)
+    if inspect.iscoroutinefunction(value.get):
+        raise InvalidRequest(
+            f"{name} is an asyncio queue, which threads can not use: await pipe.async_batch_infer instead, or give a "
+            "queue.Queue",
+            param=name,
+        )
+
+
+#: what a prompt, or a message of one, can be
+_PROMPTS = (str, list, tuple, Mapping)
+
+
+def _parts(item: Any) -> tuple[Any, GenerationConfig | None]:
+    """The prompt of an item, and the settings that it brings. Raises InvalidRequest for a pair of something else."""
+    if not isinstance(item, tuple):
+        return item, None
+    if len(item) == 2 and isinstance(item[1], GenerationConfig | None):
+        return item
+    if item and isinstance(item[0], _PROMPTS) and not all(isinstance(part, _PROMPTS) for part in item):
+        raise InvalidRequest(
+            "an item is a prompt, or a pair of a prompt and a GenerationConfig; this one has "
+            f"{len(item)} parts, of which the second is {a_type_of(item[1])}",
+            param="gen_config",
+        )
+    return item, None
 
 
 def _result(accepted: RequestFuture | BaseException) -> Any:

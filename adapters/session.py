@@ -19,6 +19,9 @@ class Session:
     Args:
         messages: what comes before the first question: a system message, an earlier history.
         gen_config: for questions that bring none.
+
+    Raises:
+        InvalidRequest: `messages` is no list of messages.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]] = (), gen_config: GenerationConfig | None = None) -> None:
@@ -26,7 +29,7 @@ class Session:
         #: the last complete answer
         self.response: Response | None = None
         #: the messages so far; may be read and changed between questions
-        self.history: list[dict[str, Any]] = [dict(message) for message in messages]
+        self.history: list[dict[str, Any]] = _history(messages)
         self._busy = threading.Lock()
         self._abort: Callable[[], None] | None = None
 
@@ -44,7 +47,11 @@ class Session:
                 "this session is answering another question: wait for it, or make a session for each conversation",
                 param="session",
             )
-        return [*self.history, *new]
+        try:
+            return [*_history(self.history), *new]
+        except BaseException:  # somebody has put something else there
+            self._busy.release()
+            raise
 
     def done(self, messages: list[dict[str, Any]], answer: Response | None) -> None:
         """The question was answered (or not: None); a complete answer enters the history."""
@@ -115,6 +122,16 @@ class ChatStream:
     def __del__(self) -> None:
         if hasattr(self, "_over"):
             self.close()
+
+
+def _history(messages: Any) -> list[dict[str, Any]]:
+    if isinstance(messages, list | tuple) and all(isinstance(message, Mapping) for message in messages):
+        return [dict(message) for message in messages]
+    raise InvalidRequest(
+        'a session begins with a list of messages, such as [{"role": "system", "content": "Be brief."}], '
+        f"not {messages!r}",
+        param="messages",
+    )
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:

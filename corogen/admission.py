@@ -20,6 +20,7 @@ from corogen.errors import (
     InvalidRequest,
     PromptTooLong,
     TokenOutOfRange,
+    a_type_of,
 )
 from corogen.params import MODEL_DEFAULTS, GenerationConfig, ModelFacts, StopRule, check_fields, resolve
 from corogen.text.chat import ChatTemplate
@@ -238,14 +239,14 @@ def _list_kind(value: Any) -> str:
     if not isinstance(value, list | tuple):
         hint = ": put the message into a list" if isinstance(value, Mapping) else ""
         hint = ": call its tolist()" if hasattr(value, "tolist") else hint
-        raise InvalidRequest(f"a prompt is {_KINDS}, not a {type(value).__name__}{hint}", param="prompt")
+        raise InvalidRequest(f"a prompt is {_KINDS}, not {a_type_of(value)}{hint}", param="prompt")
     first = _item_kind(value[0], 0)
     if first == "chat" and any(isinstance(item, str | list | tuple) for item in value):
         raise InvalidRequest("the list holds messages and something else: a chat is a list of messages", param="prompt")
     for position, item in enumerate(value) if first == "batch" else ():
         if _item_kind(item, position) != "batch":
             raise InvalidRequest(
-                f"item {position} of the list of prompts is a {type(item).__name__}; a prompt is {_KINDS}",
+                f"item {position} of the list of prompts is {a_type_of(item)}; a prompt is {_KINDS}",
                 param="prompt",
             )
     return first
@@ -262,7 +263,7 @@ def _item_kind(item: Any, position: int) -> str:
         return "chat"
     if isinstance(item, int | float) or hasattr(item, "__index__"):
         return "ids"
-    raise InvalidRequest(f"item {position} is a {type(item).__name__}; a prompt is {_KINDS}", param="prompt")
+    raise InvalidRequest(f"item {position} is {a_type_of(item)}; a prompt is {_KINDS}", param="prompt")
 
 
 def _text_length(message: Any) -> int:
@@ -357,15 +358,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can not be read: {error}; download it again") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(data).__name__}; download it again")
+        raise CheckpointError(f"{path} must hold a JSON object, not {a_type_of(data)}; download it again")
     return data
 
 
 def _read_chosen(setting: str) -> tuple[Path, dict[str, Any]]:
     """The file that `EngineConfig.generation_config` names, or the generation_config.json of the folder it names."""
-    path = Path(setting).expanduser()
-    path = path / "generation_config.json" if path.is_dir() else path
-    if not path.is_file():
+    try:
+        path = Path(setting).expanduser()
+        path = path / "generation_config.json" if path.is_dir() else path
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, or the home of an unknown user
+        found = False
+    if not found:
         raise ConfigError(f'generation_config={setting!r}: there is no such file; give "auto", "none" or a JSON file')
     try:
         return path, _read_json(path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from corogen.errors import ConfigError
@@ -61,32 +63,46 @@ _FOREIGN: dict[str, tuple[Any, str]] = {
 Config = TypeVar("Config")
 
 
-def _refuse_unknown_fields(cls: type[Config]) -> type[Config]:
-    """Turn a keyword that the class does not have into a ConfigError that says what to use instead."""
-    generated: Callable[..., None] = cls.__init__
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+def refuse_unknown_fields(
+    error: Callable[[dict[str, str]], Exception],
+    *,
+    foreign: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
+    other_names: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[type[Config]], type[Config]]:
+    """Let a dataclass turn keywords that it does not have into an error that says what to use instead.
 
-    @functools.wraps(generated)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-        unknown = [name for name in options if name not in known]
-        problems = [_explain_unknown(name, options.pop(name), known) for name in unknown]
-        if any(problems):
-            raise ConfigError([p for p in problems if p])
-        generated(self, *args, **options)
+    Args:
+        error: makes it of what is wrong, by keyword.
+        foreign: keywords of others that are dropped with their default: name -> (that default, what to do instead).
+        other_names: what fields are called elsewhere: that name -> the field.
+    """
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
+    def explain(name: str, value: Any, known: set[str]) -> str:
+        if name in foreign:
+            default, instead = foreign[name]
+            return "" if value == default else f"{name}={value!r}, a setting of LMDeploy, is not supported: {instead}"
+        close = [other_names[name]] if name in other_names else difflib.get_close_matches(name, known, n=1)
+        return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        generated: Callable[..., None] = cls.__init__
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            unknown = {name: explain(name, options.pop(name), known) for name in [*options] if name not in known}
+            problems = {name: problem for name, problem in unknown.items() if problem}
+            if problems:
+                raise error(problems)
+            generated(self, *args, **options)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
-def _explain_unknown(name: str, value: Any, known: set[str]) -> str:
-    if name in _FOREIGN:
-        default, instead = _FOREIGN[name]
-        return "" if value == default else f"{name}={value!r}, a setting of LMDeploy, is not supported: {instead}"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-
-
-@_refuse_unknown_fields
+@refuse_unknown_fields(lambda problems: ConfigError(list(problems.values())), foreign=_FOREIGN)
 @dataclass
 class EngineConfig:
     """Settings of one engine; names and meanings follow LMDeploy's `PytorchEngineConfig` where they make sense.
@@ -171,27 +187,28 @@ def _problems(config: EngineConfig) -> list[str]:
     return found
 
 
-#: field -> (lowest value, whether None is allowed)
+#: field -> (lowest value, highest value, whether None is allowed)
 _WHOLE_NUMBERS = {
-    "tp": (1, False),
-    "pp": (1, False),
-    "session_len": (2, True),
-    "max_batch_size": (1, True),
-    "num_gpu_blocks": (0, False),
-    "block_size": (1, False),
-    "max_prefill_token_num": (1, True),
-    "queue_size": (0, False),
-    "max_waiting_tokens": (0, False),
-    "num_threads": (1, True),
+    "tp": (1, 4096, False),
+    "pp": (1, 4096, False),
+    "session_len": (2, 2**31, True),
+    "max_batch_size": (1, 65_536, True),
+    "num_gpu_blocks": (0, 2**24, False),
+    "block_size": (1, 65_536, False),
+    "max_prefill_token_num": (1, 2**24, True),
+    "queue_size": (0, 2**63, False),
+    "max_waiting_tokens": (0, 2**63, False),
+    "num_threads": (1, 65_536, True),
 }
 
 
 def _number_problems(config: EngineConfig) -> list[str]:
     found = []
-    for name, (low, optional) in _WHOLE_NUMBERS.items():
+    for name, (low, high, optional) in _WHOLE_NUMBERS.items():
         value = getattr(config, name)
-        if not (optional and value is None) and (type(value) is not int or value < low):
-            found.append(f"{name} must be a whole number of at least {low}{', or None' * optional}, not {value!r}")
+        if not (optional and value is None) and (type(value) is not int or not low <= value <= high):
+            bounds = f"of at least {low}" if type(value) is not int or value < low else f"of at most {high}"
+            found.append(f"{name} must be a whole number {bounds}{', or None' * optional}, not {value!r}")
     share = config.cache_max_entry_count
     if not _is_number(share) or not 0 < share < 1:
         found.append(f"cache_max_entry_count must lie between 0 and 1, both excluded, not {share!r}")
@@ -238,6 +255,8 @@ def _type_problems(config: EngineConfig) -> list[str]:
         for name in names
         if not isinstance(getattr(config, name), kind)
     ]
+    if isinstance(config.chat_template, str) and _names_no_file(config.chat_template):
+        found.append(f"chat_template={config.chat_template!r} is neither a file that exists nor a Jinja template")
     if not isinstance(config.generation_config, str) or not config.generation_config:
         found.append(f'generation_config must be "auto", "none" or a path, not {config.generation_config!r}')
     devices = config.devices
@@ -246,3 +265,8 @@ def _type_problems(config: EngineConfig) -> list[str]:
     ):
         found.append(f"devices must be a list of device indices such as [0], or None, not {devices!r}")
     return found
+
+
+def _names_no_file(template: str) -> bool:
+    """Whether a chat template can only be meant as a file, and there is none."""
+    return "\n" not in template and "{" not in template and not os.path.exists(os.path.expanduser(template))

@@ -15,14 +15,15 @@ import msgspec
 
 from corogen import startup
 from corogen.config import EngineConfig, check_config
-from corogen.errors import ConfigError, CorogenError, EngineClosed
+from corogen.errors import ConfigError, CorogenError, EngineClosed, InvalidRequest
 from corogen.inbox import Inbox
 from corogen.intake import Intake
 from corogen.outputs import EngineStats, Response, StepRecord
-from corogen.params import GenerationConfig, WhenFull, may_wait
+from corogen.params import GenerationConfig, WhenFull, check_timeout, may_wait
 from corogen.stream import Outgoing, Outlet, ResponseStream
 from corogen.text.pool import TextPool
 from corogen.wire.messages import StartPhase, WorkerReady, WorkerSpec
+from corogen.workers.descriptors import fill_standard_streams
 
 if TYPE_CHECKING:
     from corogen.admission import Admission, Request
@@ -77,11 +78,12 @@ class Engine:
         self._executor, self._tokenizer = executor, tokenizer
         self._intake = Intake(self.config.queue_size, self.config.max_waiting_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = 0
+        self._thread_id, self._pid = 0, os.getpid()
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
-        self._closed: asyncio.Future[None] | None = None
+        self._closing = False
+        self._released: asyncio.Task[None] | None = None
         #: for long text work, which must not hold up a loop
         self.text_pool = TextPool()
         self._admission: Admission | None = None
@@ -100,6 +102,7 @@ class Engine:
         """
         if self._loop is not None:
             raise EngineClosed("an engine starts once: make a new one")
+        fill_standard_streams()
         self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
         try:
             await self._load(startup.harmless(progress or _log_phase))
@@ -155,19 +158,21 @@ class Engine:
     async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
         """Close the engine. Requests that still run get EngineClosed, unless `drain` lets them finish first.
 
-        Idempotent; a second call waits for the first. `timeout_s` bounds the draining.
+        Idempotent; calls may overlap, and one without `drain` ends the draining of another. `timeout_s` bounds it.
+
+        Raises:
+            InvalidRequest: `timeout_s` is no number of seconds.
         """
+        check_timeout(timeout_s)
         if self._loop is None:
             return
-        if self._closed is not None:
-            await asyncio.shield(self._closed)
-            return
-        self._closed = asyncio.get_running_loop().create_future()
+        self._closing = True
         self._intake.refuse(EngineClosed("the engine is closed"))
-        if drain:
+        if drain and self._released is None:
             await self._drained(timeout_s)
-        await self._release()
-        self._closed.set_result(None)
+        if self._released is None:
+            self._released = asyncio.get_running_loop().create_task(self._release())
+        await asyncio.shield(self._released)
 
     async def _drained(self, timeout_s: float | None) -> None:
         self._idle.clear()
@@ -217,8 +222,13 @@ class Engine:
         return self.admission.prepare(prompt, gen_config, do_preprocess=do_preprocess, request_id=request_id)
 
     def check_open(self) -> None:
-        """Raise EngineClosed unless requests are taken."""
+        """Raise EngineClosed unless requests are taken, in this process."""
         self._intake.check_open()
+        if os.getpid() != self._pid:
+            raise EngineClosed(
+                f"the engine runs in process {self._pid}, and this is process {os.getpid()}, forked from it: make the "
+                "engine here, or send the requests there"
+            )
 
     def submit(self, request: Request, sink: Sink, *, wait: bool = False) -> None:
         """Queue a prepared request; its output goes to `sink`. Never blocks; without room it waits outside with `wait`.
@@ -230,6 +240,7 @@ class Engine:
         """
         from corogen.request import ActiveRequest
 
+        self.check_open()
         active = ActiveRequest(request, sink, self.admission.tokenizer)
         self._intake.submit(active, wait=wait)
         if self.config.log_prompts:
@@ -240,9 +251,16 @@ class Engine:
         text = request.prompt_ids if tokenizer is None else tokenizer.decode(request.prompt_ids)
         request_logger.info("request %s prompt=%r", request.id, text, extra={"request_id": request.id})
 
-    def wait_for_room(self) -> None:
-        """Block the calling thread until a request would have room, or the engine takes none any more."""
-        self._intake.wait_for_room()
+    def wait_for_room(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Block the calling thread until a request would have room, or the engine takes none any more.
+
+        Also until `unless()`, which is asked again after `wake_waiters`.
+        """
+        self._intake.wait_for_room(unless)
+
+    def wake_waiters(self) -> None:
+        """Let those in `wait_for_room` look again."""
+        self._intake.wake_waiters()
 
     def abort(self, request_id: str) -> None:
         """End a request as aborted. Safe from any thread, at any time, more than once, and for unknown ids."""
@@ -355,7 +373,7 @@ class Engine:
         """State, restarts and the last fault; safe from any thread, also before the start and after the end."""
         from corogen.recovery import health
 
-        return health(self._recovery, closed=self._closed is not None, refusing=self._intake.refusing)
+        return health(self._recovery, closed=self._closing, refusing=self._intake.refusing)
 
     def stats(self) -> EngineStats:
         """A picture of the engine at this moment."""
@@ -363,8 +381,10 @@ class Engine:
         return self.steps.stats(posted=self._intake.num_posted, restarts=restarts)
 
     def step_log(self, count: int = 100) -> list[StepRecord]:
-        """The last `count` steps, oldest first."""
-        return list(self.steps.log)[-count:]
+        """The last `count` steps, oldest first. Raises InvalidRequest for a negative count."""
+        if type(count) is not int or count < 0:
+            raise InvalidRequest(f"step_log takes a number of steps, not {count!r}", param="count")
+        return list(self.steps.log)[-count:] if count else []
 
     def describe(self) -> str:
         """One line: what the cache holds."""

@@ -32,12 +32,29 @@ Each class has a `code`, the stable word that `Response.error_code` and the HTTP
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+
+def a_type_of(value: object) -> str:
+    """The type of `value` with its article, for messages: "an int", "a str"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 class CorogenError(Exception):
     """Root of the tree."""
 
     code = "internal_error"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its state: constructors take other arguments than the message that they build."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[CorogenError], args: tuple[Any, ...], state: dict[str, Any]) -> CorogenError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(CorogenError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from corogen.errors import CorogenError, EngineClosed, InvalidRequest, QueueFullError
@@ -107,10 +108,15 @@ class Intake:
             with contextlib.suppress(EngineClosed):
                 inbox.ring()
 
-    def wait_for_room(self) -> None:
-        """Block the calling thread until one more short request would have room, or none is taken any more."""
+    def wait_for_room(self, unless: Callable[[], bool]) -> None:
+        """Block the calling thread until one more short request would have room, none is taken, or `unless()`."""
         with self._room:
-            self._room.wait_for(lambda: self.refusing or (not self._outside and not self._full()))
+            self._room.wait_for(lambda: self.refusing or unless() or (not self._outside and not self._full()))
+
+    def wake_waiters(self) -> None:
+        """Those who wait for room look again."""
+        with self._room:
+            self._room.notify_all()
 
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -10,8 +12,11 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
+from corogen.config import refuse_unknown_fields
 from corogen.errors import InvalidRequest, UnsupportedFeature
 from corogen.wire.messages import Sampling
+
+logger = logging.getLogger("corogen")
 
 #: what a field means when neither the request nor the model's own defaults set it
 ENGINE_DEFAULTS: dict[str, Any] = {
@@ -46,12 +51,21 @@ GREEDY_BELOW = 1e-3
 
 MAX_STOP_WORDS = 64
 
+#: of top_p: what is smaller would be zero in fp32; it keeps the best token alone anyway
+_LEAST_SHARE = 1e-30
+
 #: a year: longer than any timer of an event loop should be
 MAX_TIMEOUT_S = 365 * 86400.0
 
 
 #: what becomes of a request for which there is no room: QueueFullError at once, or it waits for its turn
 WhenFull = Literal["raise", "wait"]
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Raise InvalidRequest unless `timeout_s` is None or a number of seconds of at least 0."""
+    if timeout_s is not None:
+        _real("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S, False)
 
 
 def may_wait(when_full: str) -> bool:
@@ -61,11 +75,23 @@ def may_wait(when_full: str) -> bool:
     return when_full == "wait"
 
 
+#: what other libraries call fields of GenerationConfig
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "random_seed", "stop": "stop_words"}
+
+
+def _unknown_fields(problems: dict[str, str]) -> InvalidRequest:
+    return InvalidRequest(f"GenerationConfig: {'; '.join(problems.values())}", param=next(iter(problems)))
+
+
+@refuse_unknown_fields(_unknown_fields, other_names=_OTHER_NAMES)
 @dataclass(kw_only=True)
 class GenerationConfig:
     """Settings of one answer. A field that is not given is *unset*: the model's own default, then the engine's, holds.
 
     Names and meanings follow LMDeploy. Without `do_sample=True` decoding is greedy, whatever the other settings say.
+
+    Raises:
+        InvalidRequest: at once for a name that does not exist, and with the request for everything else.
     """
 
     n: int | UnsetType = UNSET
@@ -113,7 +139,15 @@ class GenerationConfig:
 
     def explicit(self) -> dict[str, Any]:
         """The fields that were given."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not UNSET}
+        return {f.name: _builtin(v) for f in fields(self) if (v := getattr(self, f.name)) is not UNSET}
+
+
+def _builtin(value: Any) -> Any:
+    """A number of numpy as Python's own, also inside a list; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return [_builtin(item) for item in value]
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+    return value.item() if is_scalar else value
 
 
 _NOT_YET = {
@@ -174,7 +208,7 @@ class Resolved:
 def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
     """Raise InvalidRequest for the first field of `given` that has a wrong type or value, naming both."""
     for name, neutral in _NOT_YET.items():
-        if name in given and given[name] != neutral:
+        if name in given and not _is(given[name], neutral):
             raise UnsupportedFeature(f"{name}={given[name]!r} is not supported by this version", param=name)
     if given.get("n", 1) != 1:
         _whole("n", given["n"], 1, 128)
@@ -193,11 +227,16 @@ def check_fields(given: Mapping[str, Any], vocab_size: int) -> None:
     stop_strings(given.get("stop_words"))
 
 
+def _is(value: Any, neutral: Any) -> bool:
+    """Whether `value` means nothing; of any type, also of one whose comparison gives no single answer."""
+    return value is neutral or (type(value) is type(neutral) and value == neutral)
+
+
 _OPTIONAL = ("max_new_tokens", "min_new_tokens", "random_seed", "timeout_s", "queue_timeout_s")
 _WHOLE = {
     "max_new_tokens": (1, None),
-    "min_new_tokens": (0, None),
-    "top_k": (0, None),
+    "min_new_tokens": (0, 2**31),
+    "top_k": (0, 2**31),
     "random_seed": (-(2**63), 2**64 - 1),
     "priority": (-(2**31), 2**31),
 }
@@ -205,7 +244,7 @@ _REAL = {
     "temperature": (0.0, 100.0, False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, 100.0, True),
+    "repetition_penalty": (0.01, 100.0, False),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
     "timeout_s": (0.0, MAX_TIMEOUT_S, True),
@@ -261,9 +300,12 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
     """
     given = _given(config)
     check_fields(given, model.vocab_size)
+    if "do_sample" not in given and any(given.get(name) is not None for name in _SAMPLING_ONLY) and not _greedy(given):
+        _warn_of_unused_sampling()
     value = {**ENGINE_DEFAULTS, **(model.defaults if given.get("do_sample") else {}), **given}
     named = _named_stops(value, model)
     stop = frozenset(named) if value["ignore_eos"] else frozenset(named) | model.eos_ids
+    _check_choice(value, stop, model)
     words = stop_strings(value["stop_words"])
     room = model.max_len - prompt_len
     return Resolved(
@@ -275,6 +317,30 @@ def resolve(config: GenerationConfig | None, prompt_len: int, model: ModelFacts)
         timeout_s=value["timeout_s"],
         queue_timeout_s=value["queue_timeout_s"],
     )
+
+
+def _check_choice(value: Mapping[str, Any], stop: frozenset[int], model: ModelFacts) -> None:
+    """Raise InvalidRequest if no id is left to choose from."""
+    banned = set(value["bad_token_ids"] or ())
+    if value["min_new_tokens"]:
+        banned |= stop
+    if len(banned) >= model.vocab_size:
+        raise InvalidRequest("bad_token_ids leaves no token to choose from", param="bad_token_ids")
+
+
+#: what has no effect on a greedy answer
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "random_seed")
+
+
+def _greedy(value: Mapping[str, Any]) -> bool:
+    """Whether these settings leave one token to choose, even if they sample."""
+    return bool(value.get("temperature", 1.0) < GREEDY_BELOW or value.get("top_k") == 1)
+
+
+@functools.cache
+def _warn_of_unused_sampling() -> None:
+    """Once in a process."""
+    logger.warning("%s have no effect without do_sample=True: the answer is greedy", ", ".join(_SAMPLING_ONLY))
 
 
 def _given(config: GenerationConfig | None) -> dict[str, Any]:
@@ -296,12 +362,12 @@ def _named_stops(value: Mapping[str, Any], model: ModelFacts) -> dict[int, str |
 
 def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -> Sampling:
     minimum = value["min_new_tokens"] or 0
-    greedy = not value["do_sample"] or value["temperature"] < GREEDY_BELOW or value["top_k"] == 1
+    greedy = not value["do_sample"] or _greedy(value)
     seed = value["random_seed"]
     return Sampling(
         temperature=0.0 if greedy else float(value["temperature"]),
         top_k=value["top_k"],
-        top_p=float(value["top_p"]),
+        top_p=max(float(value["top_p"]), _LEAST_SHARE),
         min_p=float(value["min_p"]),
         seed=secrets.randbits(63) if seed is None else seed % 2**63,
         suppress_ids=tuple(sorted(stop)) if minimum else (),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -162,7 +163,11 @@ class StepLoop:
                 return
             now = time.monotonic()
             self._in_flight.append((plan, now))
-            self._executor.submit(plan.message())
+            try:
+                self._executor.submit(plan.message())
+            except Exception as error:  # of one request in the step: found and failed as one that breaks the worker
+                self._step_failed(StepError(plan.step, plan.epoch, traceback.format_exc(), type(error).__name__))
+                continue
             for seq in plan.started:
                 self._started(seq.owner, now)
 

@@ -1,5 +1,6 @@
 """A service of your own: routes await the pipeline, and a client that disconnects ends its request.
 
+pip install fastapi uvicorn
 uvicorn --app-dir examples fastapi_app:app
 curl -G localhost:8000/ask -d "question=What is the capital of France?"
 """

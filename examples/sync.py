@@ -10,10 +10,10 @@ with pipeline("demo") as pipe:
     for answer in pipe.infer(["Name three colours.", "Name three animals."], short):
         print(answer.index, answer.text)
 
-    for piece in pipe.stream_infer("What is the capital of France?", short):
+    for piece in pipe.stream_infer("Tell me a story.", short):
         print(piece.text, end="", flush=True)
     print()
 
     chat = pipe.session()
-    print(pipe.chat("Hi, I am Ada.", session=chat, gen_config=short).text)
-    print(pipe.chat("What is my name?", session=chat, gen_config=short).text)
+    print(pipe.chat("What is the capital of France?", session=chat, gen_config=short).text)
+    print(pipe.chat("And of Japan?", session=chat, gen_config=short).text)

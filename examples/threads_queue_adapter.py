@@ -3,7 +3,7 @@
 import threading
 from queue import Queue
 
-from corogen import pipeline
+from corogen import GenerationConfig, pipeline
 from corogen.adapters import QueueAdapter
 
 
@@ -14,8 +14,9 @@ def client(inbox, outbox, message):
 
 pairs = [(Queue(), Queue()), (Queue(), Queue())]
 messages = ["Hakuna Matata", "giraffes are heartless creatures"]
+short = GenerationConfig(max_new_tokens=48)
 
-with pipeline("demo") as pipe, QueueAdapter(pipe) as bridge:
+with pipeline("demo") as pipe, QueueAdapter(pipe, short) as bridge:
     for inbox, outbox in pairs:
         bridge.add(inbox, outbox)
     clients = [

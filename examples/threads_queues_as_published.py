@@ -1,7 +1,8 @@
 """LMDeploy's program on threads with queues; only the import line and the model are changed.
 
-Its server polls, and its loop never ends, so neither does this program. `threads_queue_adapter.py` is the same
-application without both.
+Its server polls, and its loop never ends, so neither does this program: stop it with Ctrl-C, twice. Its answers have up
+to 512 tokens, so the first may take a minute on a CPU. `threads_queue_adapter.py` is the same application without all
+that.
 """
 # ruff: noqa: B905, I001, RUF006
 

@@ -1,4 +1,4 @@
-"""The same pipeline under trio. A cancelled scope cancels its request."""
+"""The same pipeline under trio. A cancelled scope cancels its request. Needs `pip install trio`."""
 
 import trio
 

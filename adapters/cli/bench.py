@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     name="bench",
-    help="Measure; see `corogen bench -h`.",
+    help="Measure: throughput, latency, kinds of caller, the engine's own cost.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -112,7 +112,7 @@ def callers(
     pairs: Annotated[
         int | None, typer.Option(help="Queue pairs of both bridges; one a request when left out.", min=1)
     ] = None,
-    repeat: Repeat = 1,
+    repeat: Annotated[int, typer.Option(help="Rounds.", min=1)] = 1,
     idle_s: Annotated[float, typer.Option(help="Seconds of each idle phase.", min=0)] = 10.0,
 ) -> None:
     """The kinds of caller compared.

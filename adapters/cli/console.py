@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -55,10 +56,22 @@ def guarded(output: OutputOptions) -> Iterator[None]:
     except KeyboardInterrupt:
         if output.debug:
             traceback.print_exc()
+        say("\nstopped" if sys.stderr.isatty() else "stopped")  # a terminal shows ^C, in the middle of a line
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         raise SystemExit(_BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _drop_stdout()
+        say(f"corogen: {error.strerror}")
+        raise SystemExit(1) from None
+
+
+def _drop_stdout() -> None:
+    """What is still in its buffer must not fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -133,7 +146,7 @@ class StartupView:
             return
         task = self._tasks.get(phase.name)
         if task is None:
-            task = self._tasks[phase.name] = self._progress.add_task(phase.name, total=None, amount="")
+            task = self._tasks[phase.name] = self._progress.add_task(phase.words, total=None, amount="")
         total = phase.total or None
         self._progress.update(task, completed=phase.done, total=total, amount=_amount(phase.done, phase.total))
 
@@ -153,8 +166,8 @@ def _bars() -> Any:
 
     return Progress(
         SpinnerColumn(finished_text=" "),
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=30),
+        TextColumn("{task.description:<32}"),
+        BarColumn(bar_width=20),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
         console=Console(stderr=True),

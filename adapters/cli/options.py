@@ -61,7 +61,9 @@ class SamplingOptions:
         int | None, typer.Option("--max-new-tokens", "-n", help="Bound on the answer.", min=1)
     ] = None
     temperature: Annotated[float | None, typer.Option(help="Implies sampling, as the next three do.", min=0)] = None
-    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Only the likeliest tokens, of this probability together.", min=0, max=1)
+    ] = None
     top_k: Annotated[int | None, typer.Option(help="0: off.", min=0)] = None
     seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer; may be repeated.")] = None

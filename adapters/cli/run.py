@@ -22,11 +22,13 @@ def question_from(argument: str | None) -> str:
     """The question: the argument, or all of stdin when that is "-", or missing while stdin is no terminal.
 
     Raises:
-        typer.BadParameter: there is neither, or stdin is empty or no text.
+        typer.BadParameter: there is neither, or it is empty or no text.
     """
     if argument is not None and argument != "-":
+        if not argument.strip():
+            raise typer.BadParameter("the question is empty", param_hint="QUESTION")
         return argument
-    if argument is None and sys.stdin.isatty():
+    if sys.stdin is None or (argument is None and sys.stdin.isatty()):
         raise typer.BadParameter('give a question, or "-" to read it from stdin', param_hint="QUESTION")
     try:
         text = sys.stdin.read().rstrip("\n")

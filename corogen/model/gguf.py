@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -67,13 +68,30 @@ def convert(gguf: Path, folder: Path, progress: Progress = lambda done, total: N
     reader = _open(gguf)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
+        _sweep(folder.parent)
+        with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}-", dir=folder.parent) as scratch:
             model = Path(scratch) / "model"
             model.mkdir()
             _write_model(gguf, reader, model, progress)
             _publish(model, folder)
     except OSError as error:
         raise ModelError(f"{gguf.name} can not be converted to {folder}: {error}; COROGEN_CACHE moves it") from error
+
+
+#: beginning of the names of half-converted folders; the id of the process that writes one follows
+_SCRATCH = ".converting-"
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what processes left that were killed while they converted."""
+    for folder in parent.glob(f"{_SCRATCH}*"):
+        owner = folder.name.removeprefix(_SCRATCH).split("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except (ValueError, ProcessLookupError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # alive, and another user's
+            continue
 
 
 def _publish(model: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,12 @@ def resolve_model(
     name = os.fspath(name)
     if name == DEMO:
         return demo_model(progress)
-    path = Path(name).expanduser()
-    if path.exists():
-        return local_model(path)
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return local_model(path)
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not readable, of an unknown user
+        raise ModelNotFound(f"{textwrap.shorten(name, 200)!r} can not be looked up: {error}") from error
     if (match := _HUB_FILE.fullmatch(name)) and not _looks_local(name):
         return _hub_file(match["id"], match["file"], revision, download_dir, progress)
     if _looks_local(name) or not _HUB_ID.fullmatch(name):
@@ -78,6 +82,8 @@ def local_model(path: Path) -> Path:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path} is a file, and of single files only .gguf is a model: {_POSSIBLE}")
         return path
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} is neither a file nor a folder: {_POSSIBLE}")
     if (path / "config.json").is_file():
         return path
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
@@ -134,16 +140,28 @@ def _hub_options(revision: str | None, download_dir: str | None, progress: Progr
 
 
 def _ask_hub(name: str, fetch: Callable[[], Path]) -> Path:
-    """Run `fetch`; the hub's and the network's errors become one of ours, with their words and what to try."""
+    """Run `fetch`; the hub's and the network's errors become one of ours: what to try, then their own cause."""
     try:
         return fetch()
     except Exception as error:
-        kind = type(error).__name__
-        words = " ".join(str(error).split())
         raise ModelNotFound(
-            f"there is no folder {name!r}, and the hub can not supply a model of that name: {kind}: {words} "
-            f"({_remedy(kind)}). {_POSSIBLE[0].upper()}{_POSSIBLE[1:]}"
+            f"there is no folder {name!r}, and the hub can not supply a model of that name: "
+            f"{_remedy(type(error).__name__)}\n"
+            f"  {_POSSIBLE}\n"
+            f"  the hub's client said: {_last_cause(error)}"
         ) from error
+
+
+#: longest line of the hub's words; the whole is chained to the error
+_CAUSE_CHARS = 160
+
+
+def _last_cause(error: BaseException) -> str:
+    """What began it, in one short line."""
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = cause
+    first = next(iter(str(error).strip().splitlines()), "")
+    return textwrap.shorten(f"{type(error).__name__}: {first}", _CAUSE_CHARS, placeholder=" ...")
 
 
 _REMEDIES = {

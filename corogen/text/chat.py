@@ -18,10 +18,19 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from corogen.errors import ChatTemplateError, ConfigError, InvalidRequest, TokenizerError, UnsupportedFeature
+from corogen.errors import (
+    ChatTemplateError,
+    ConfigError,
+    InvalidRequest,
+    TokenizerError,
+    UnsupportedFeature,
+    a_type_of,
+)
 
 #: names under which callers pass a message's reasoning; templates read the first, or "thinking"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+#: a message must have one of these
+_SAYING = ("content", "tool_calls", "function_call", *_REASONING)
 
 
 class ChatTemplate:
@@ -143,16 +152,21 @@ def check_message(message: Any, position: int) -> dict[str, Any]:
     """A message as plain data without its None entries.
 
     Raises:
-        InvalidRequest: it is no dict, has no role, or a content of a wrong type.
+        InvalidRequest: it is no dict, has no role, has nothing to say, or a content of a wrong type.
         UnsupportedFeature: a content part that is not text.
     """
     where = f"messages[{position}]"
     data = _as_dict(message)
     if data is None:
-        raise InvalidRequest(f"{where} must be a dict with role and content, not a {_kind(message)}", param="messages")
-    if not isinstance(data.get("role"), str):
-        has = "has no role" if data.get("role") is None else f"has the role {data['role']!r}, which is no string"
+        raise InvalidRequest(
+            f"{where} must be a dict with role and content, not {a_type_of(message)}", param="messages"
+        )
+    role = data.get("role")
+    if not isinstance(role, str) or not role:
+        has = "has no role" if role is None or role == "" else f"has the role {role!r}, which is no string"
         raise InvalidRequest(f'{where} {has}: give it one, such as "user"', param="messages")
+    if all(data.get(name) is None for name in _SAYING):
+        raise InvalidRequest(f"{where} has no content (and no tool_calls): give it a text", param="messages")
     _check_content(data.get("content"), where)
     return _with_reasoning({name: plain(value) for name, value in data.items() if value is not None})
 
@@ -162,7 +176,7 @@ def _check_content(content: Any, where: str) -> None:
         return
     if not isinstance(content, list | tuple):
         raise InvalidRequest(
-            f"{where}: content must be a string or a list of parts, not a {_kind(content)}", param="messages"
+            f"{where}: content must be a string or a list of parts, not {a_type_of(content)}", param="messages"
         )
     for i, part in enumerate(content):
         data = _as_dict(part)
@@ -214,7 +228,18 @@ def _as_dict(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """`value` out of JSON types alone, so that a template finds no object whose methods do something."""
+    """`value` out of JSON types alone, so that a template finds no object whose methods do something.
+
+    Raises:
+        InvalidRequest: it holds itself, or is nested hundreds of levels deep.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise InvalidRequest("a message holds itself, or is nested too deep", param="prompt") from None
+
+
+def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):  # a subclass, such as an enum's member
@@ -224,13 +249,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     data = _as_dict(value)
-    return f"<{type(value).__name__}>" if data is None else {plain(name): plain(item) for name, item in data.items()}
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
+    return f"<{type(value).__name__}>" if data is None else {_plain(name): _plain(item) for name, item in data.items()}
 
 
 # -- where templates come from
@@ -241,7 +262,7 @@ def _read_override(override: str) -> str:
         return override
     try:
         return Path(override).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
         raise ConfigError(
             f"chat_template={_short(override)} is neither a readable file ({error}) nor a Jinja template"
         ) from error

@@ -20,6 +20,7 @@ class TextPool:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corogen-text")
+        self._closed = False
 
     def run(self, function: Callable[..., Result], *args: object) -> asyncio.Future[Result]:
         """Run `function(*args)` for a coroutine of the running loop."""
@@ -30,8 +31,14 @@ class TextPool:
         try:
             return self._pool.submit(function)
         except RuntimeError:
-            raise EngineClosed("the engine is closed") from None
+            if self._closed:
+                raise EngineClosed("the engine is closed") from None
+        done: Future[None] = Future()  # the interpreter is exiting and gives out no threads: run it here
+        function()
+        done.set_result(None)
+        return done
 
     def close(self) -> None:
         """Drop what has not begun; what has is not waited for."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from corogen.errors import TokenizerError
+from corogen.errors import TokenizerError, a_type_of
 from corogen.text.detokenize import PieceTable, TextStream, WindowStream, join, scheme_of
 
 #: files from one of which a tokenizer can be made when there is no tokenizer.json
@@ -152,7 +152,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         except (ValueError, OSError) as error:
             raise TokenizerError(f"{path} can not be read: {error}; download it again") from error
         if not isinstance(data, dict):
-            raise TokenizerError(f"{path} must hold a JSON object, not a {type(data).__name__}; download it again")
+            raise TokenizerError(f"{path} must hold a JSON object, not {a_type_of(data)}; download it again")
         merged.update({key: value for key, value in data.items() if value is not None})
     return merged
 

@@ -122,12 +122,33 @@ class WorkerSpec(msgspec.Struct, frozen=True, array_like=True, tag="spec"):
     eager_mode: bool = False
 
 
+#: what happens in the phases of a start, for people; they come in this order, the first two only if there is need
+PHASES = {
+    "download": "downloading the model",
+    "import": "importing torch and transformers",
+    "convert": "converting the GGUF file",
+    "build": "building the model",
+    "load": "reading the weights",
+    "cache": "reserving the KV cache",
+    "warmup": "first forward",
+}
+
+
 class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag="phase"):
     """A worker enters a start-up phase; `done` and `total` are for progress bars (0 when unknown)."""
 
     name: str
     done: int = 0
     total: int = 0
+
+    @property
+    def words(self) -> str:
+        """What happens in this phase."""
+        return PHASES.get(self.name, self.name)
+
+    def __str__(self) -> str:
+        """Such as "reading the weights: 40 %", so that `progress=print` can be read."""
+        return f"{self.words}: {100 * self.done // self.total} %" if self.total else self.words
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

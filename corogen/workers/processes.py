@@ -77,8 +77,8 @@ class ProcessExecutor:
         """Send one step."""
         if self._worker is None:
             raise WorkerStartError("the worker is not running")
+        self._worker.send(step)  # first: a message that can not be encoded is no step in flight
         self._in_flight.append(step.step)
-        self._worker.send(step)
         self._rearm(only_if_off=True)
 
     async def close(self) -> None:

@@ -11,11 +11,13 @@ import site
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from corogen.wire.channel import ChannelProtocol
 from corogen.wire.messages import FromWorker, Shutdown, ToWorker
+from corogen.workers.descriptors import close_in_forks, fill_standard_streams
 
 logger = logging.getLogger("corogen.workers")
 
@@ -43,7 +45,8 @@ class WorkerProcess:
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._gone: asyncio.Future[int | None] | None = None
         self._silent = asyncio.Event()
-        self._reaper: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._last_words: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -59,9 +62,13 @@ class WorkerProcess:
         """Spawn and connect. Raises OSError if no process can be started."""
         loop = asyncio.get_running_loop()
         self._gone = loop.create_future()
+        fill_standard_streams()
         ours, theirs = socket.socketpair()
+        close_in_forks(ours)
         with theirs:
-            self._process = _spawn(theirs.fileno())
+            process = self._process = _spawn(theirs.fileno())
+        # a thread of its own, from the beginning: at interpreter exit no new one can be had
+        threading.Thread(target=_reap, args=(process, loop, self._reaped), name="corogen-reaper", daemon=True).start()
         ours.setblocking(False)
         await loop.create_connection(lambda: self._channel, sock=ours)
         if self._process.stdout is not None:
@@ -93,16 +100,18 @@ class WorkerProcess:
         logger.debug("worker %d: %s", self.rank, line)
 
     def _lost(self) -> None:
-        """The socket is closed, so the process ends or has ended: reap it off the loop."""
-        self._reaper = asyncio.get_running_loop().create_task(self._reap())
+        """The socket is closed, so the process ends or has ended."""
+        self._deadline = asyncio.get_running_loop().call_later(EXIT_GRACE_S, self.kill)
 
-    async def _reap(self) -> None:
-        if self._process is None or self._gone is None:
-            return
-        code = await asyncio.to_thread(_wait_or_kill, self._process)
+    def _reaped(self, code: int) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._last_words = asyncio.get_running_loop().create_task(self._report(code))
+
+    async def _report(self, code: int) -> None:
         with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipe open
             await asyncio.wait_for(self._silent.wait(), _LAST_WORDS_S)
-        if not self._gone.done():
+        if self._gone is not None and not self._gone.done():
             self._gone.set_result(code)
             self._on_exit(code)
 
@@ -119,12 +128,11 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait(EXIT_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+def _reap(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, tell: Callable[[int], None]) -> None:
+    """The reaper's thread: sleeps until the process is gone."""
+    code = process.wait()
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+        loop.call_soon_threadsafe(tell, code)
 
 
 #: how long an idle OpenMP thread spins before it sleeps. libgomp's own default burns a core's whole time slice when

@@ -36,9 +36,19 @@ def test_a_missing_package_is_none():
     assert machine.versions(("there-is-no-such-package",))["there-is-no-such-package"] is None
 
 
+def test_what_is_not_there_and_need_not_be_says_so(monkeypatch, capsys):
+    absent = {"torch": None, "ray": None}
+    monkeypatch.setattr(env.machine, "versions", lambda packages: absent)
+    env.show(env.facts())
+    shown = capsys.readouterr().out
+    assert "torch             missing\n" in shown
+    assert "ray               not installed (optional: corogen[ray])\n" in shown
+
+
 def test_cache_entries_have_sizes(own_cache):
     (own_cache / "models").mkdir(parents=True)
     (own_cache / "models" / "a.gguf").write_bytes(b"12345")
+    (own_cache / "models" / "a.gguf.sha256").write_bytes(b"0" * 64)
     (own_cache / "converted" / "a-1").mkdir(parents=True)
     (own_cache / "converted" / "a-1" / "config.json").write_bytes(b"{}")
     assert env.cache_entries(own_cache) == {"converted/a-1": 2, "models/a.gguf": 5}

@@ -44,6 +44,13 @@ def test_a_stdin_without_a_question_is_a_usage_error(pipe, stdin, words):
     assert words in done.stderr
 
 
+@pytest.mark.parametrize("question", ["", " ", "\n\t"])
+def test_an_empty_question_is_a_usage_error_before_anything_is_loaded(pipe, question):
+    done = corogen("run", question)
+    assert (done.exit_code, pipe.opened_with) == (2, None)
+    assert "empty" in done.stderr
+
+
 def test_no_question_on_a_terminal_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(run_module.sys.stdin, "isatty", lambda: True, raising=False)
     with pytest.raises(typer.BadParameter, match="give a question"):
@@ -132,7 +139,7 @@ def test_ctrl_c_ends_with_130_and_closes_everything(monkeypatch):
     pipe = use(monkeypatch, ScriptedPipeline([*pieces("Pa", "ris")[:1], KeyboardInterrupt()]))
     done = corogen("run", "x")
     assert (done.exit_code, done.stdout) == (130, "Pa")
-    assert "Traceback" not in done.stderr
+    assert done.stderr == "stopped\n"
     assert (pipe.closed, pipe.streams[0].left) == (1, True)
 
 
@@ -166,6 +173,23 @@ def test_help_and_version_are_readable():
         done = corogen(*command, "--help")
         assert (done.exit_code, done.stderr) == (0, "")
         assert "Usage: corogen" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["run"], ["bench", "throughput"], ["bench", "callers"]])
+def test_every_option_has_a_help_text(command):
+    import typer.main
+
+    from corogen.adapters.cli.app import app
+
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    assert not [option.name for option in found.params if not option.help]
+
+
+def test_help_names_nothing_that_is_not_there():
+    assert "corogen bench -h" not in corogen("bench", "--help").stdout
+    assert "--compare" not in corogen("bench", "callers", "--help").stdout
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
@@ -208,5 +232,8 @@ def test_a_terminal_sees_bars_and_a_pipe_one_line(monkeypatch, capsys):
     assert list(start().seconds) == ["download", "load"]
     assert capsys.readouterr() == ("", "loading demo ...\n")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     start()
-    assert capsys.readouterr().out == ""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "reading the weights" in err

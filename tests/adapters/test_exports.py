@@ -54,6 +54,14 @@ def test_import_is_quick_and_pulls_in_nothing_heavy():
     assert not heavy
 
 
+def test_a_folder_of_that_name_beside_a_script_is_not_taken_for_the_package(tmp_path):
+    """The clone itself is such a folder, for scripts beside it."""
+    (tmp_path / "corogen").mkdir()
+    (tmp_path / "script.py").write_text("import corogen; from corogen import pipeline; print(corogen.__file__)")
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == corogen.__file__, done.stderr
+
+
 def test_a_pipeline_needs_no_torch_in_this_process():
     out, _ = run(
         "import sys; from tests.adapters.helpers import make_pipe; pipe = make_pipe(); pipe.infer('x'); pipe.close(); "

@@ -263,7 +263,7 @@ class TestFaultsOfACall:
             ("a", [SHORT, SHORT], "list of 2 for 1 prompt:"),
             (["a"], {"max_new_tokens": 3}, "gen_config must be a GenerationConfig"),
             (["a"], ["b"], r"gen_config\[0\]"),
-            (42, None, "not a int"),
+            (42, None, "not an int"),
             (None, None, "not a NoneType"),
             (["a", 5], None, "item 1"),
             ({"role": "user", "content": "x"}, None, "put the message into a list"),

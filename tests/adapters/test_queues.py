@@ -28,6 +28,30 @@ def test_queues_of_any_kind(kind):
         assert outbox.get(timeout=5).text == expected("hello")
 
 
+def test_what_is_no_pipeline_or_no_queue_is_refused_at_once():
+    with pytest.raises(InvalidRequest, match="must be a Pipeline") as caught:
+        QueueAdapter("demo")
+    assert caught.value.param == "pipe"
+    with scripted() as pipe, QueueAdapter(pipe) as bridge:
+        for name, queues in (("inbox", ([], queue.Queue())), ("outbox", (queue.Queue(), object()))):
+            with pytest.raises(InvalidRequest, match=f"{name} must be a queue") as caught:
+                bridge.add(*queues)
+            assert caught.value.param == name
+
+
+@pytest.mark.parametrize("item", [("hi", 5), ("hi", SHORT, 3), ("hi", {}, 3), ([{"role": "user", "content": "x"}], 5)])
+def test_a_pair_with_something_else_than_a_config_says_what_a_pair_is(item):
+    with scripted() as pipe, QueueAdapter(pipe, SHORT) as bridge:
+        inbox, outbox = pair()
+        bridge.add(inbox, outbox)
+        inbox.put(item)
+        error = outbox.get(timeout=5)
+        assert isinstance(error, InvalidRequest)
+        assert "a pair of a prompt and a GenerationConfig" in str(error)
+        inbox.put((1, 2, 3))
+        assert outbox.get(timeout=5).input_token_len == 3, "a tuple of token ids is a prompt"
+
+
 def test_answers_come_in_order_although_requests_run_at_the_same_time():
     with slowly() as pipe, QueueAdapter(pipe) as bridge:
         inbox, outbox = pair()

@@ -52,6 +52,14 @@ def test_the_history_is_sent_again_each_time(chat_model):
         assert chat.history == []
 
 
+@pytest.mark.parametrize("wrong", ["be brief", [1], ["be brief"], HI, None, 5])
+def test_a_session_begins_with_a_list_of_messages_or_not_at_all(wrong):
+    with pytest.raises(InvalidRequest, match="list of messages") as caught:
+        Session(wrong)
+    assert caught.value.param == "messages"
+    assert Session((HI,)).history == [HI]
+
+
 def test_a_message_a_list_of_messages_and_no_session(chat_model):
     with talking() as pipe:
         pipe.chat(HI)

@@ -69,6 +69,18 @@ def test_more_than_one_device_is_refused_for_now():
     assert "tp=2, pp=2" in problem
 
 
+@pytest.mark.parametrize("name", ["no/such.jinja", "chatml", "", "~/there is no such file", "x" * 5000])
+def test_a_chat_template_that_names_no_file_is_refused_before_anything_is_loaded(name):
+    (problem,) = problems(EngineConfig(chat_template=name))
+    assert problem.startswith("chat_template=")
+
+
+def test_a_chat_template_may_be_text_or_a_file(tmp_path):
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    for good in ("{{ messages }}", "two\nlines", str(tmp_path / "a.jinja")):
+        check_config(EngineConfig(chat_template=good))
+
+
 class TestThreadSafe:
     def test_true_is_refused_with_what_to_use_instead(self):
         assert problems(EngineConfig(thread_safe=True)) == [THREAD_SAFE_MESSAGE]

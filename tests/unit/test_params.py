@@ -5,7 +5,14 @@ import math
 import pytest
 
 from corogen.errors import InvalidRequest, UnsupportedFeature
-from corogen.params import MAX_STOP_WORDS, GenerationConfig, ModelFacts, resolve, stop_strings
+from corogen.params import (
+    MAX_STOP_WORDS,
+    GenerationConfig,
+    ModelFacts,
+    _warn_of_unused_sampling,
+    resolve,
+    stop_strings,
+)
 
 FACTS = ModelFacts(
     max_len=100,
@@ -91,11 +98,6 @@ def test_a_config_of_another_type_is_named(config):
     assert caught.value.param == "gen_config"
 
 
-def test_a_name_that_does_not_exist_is_a_type_error():
-    with pytest.raises(TypeError, match="temprature"):
-        GenerationConfig(temprature=1)
-
-
 def test_without_a_config_decoding_is_greedy():
     for resolved in (resolve(None, 10, FACTS), settle(), settle(temperature=0.7)):
         assert resolved.sampling.temperature == 0
@@ -174,3 +176,54 @@ def test_all_numbers_that_resolve_are_finite():
     sampling = settle(do_sample=True, temperature=100, top_p=1e-9, min_p=1, presence_penalty=2).sampling
     values = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty)
     assert all(math.isfinite(value) for value in values)
+
+
+class TestUnknownNames:
+    @pytest.mark.parametrize(
+        ("name", "field"),
+        [
+            ("max_tokens", "max_new_tokens"),
+            ("seed", "random_seed"),
+            ("stop", "stop_words"),
+            ("temprature", "temperature"),
+        ],
+    )
+    def test_a_name_from_elsewhere_is_refused_with_the_one_that_is_meant(self, name, field):
+        with pytest.raises(InvalidRequest, match=f"no setting '{name}'; did you mean '{field}'") as caught:
+            GenerationConfig(**{name: 3})
+        assert caught.value.param == name
+
+    def test_all_of_them_are_named(self):
+        with pytest.raises(InvalidRequest, match=r"'seed'.*'nonsense'"):
+            GenerationConfig(seed=1, nonsense=2, top_k=3)
+
+
+class TestUnusedSampling:
+    @pytest.fixture(autouse=True)
+    def first_time(self):
+        _warn_of_unused_sampling.cache_clear()
+        yield
+        _warn_of_unused_sampling.cache_clear()
+
+    def test_is_said_once(self, caplog):
+        settle(temperature=1.5)
+        settle(top_p=0.5)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "do_sample=True" in record.message
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"max_new_tokens": 3},
+            {"temperature": 1.5, "do_sample": True},
+            {"temperature": 1.5, "do_sample": False},
+            {"temperature": 0.0, "random_seed": 1},
+            {"top_k": 1},
+            {"random_seed": None},
+        ],
+    )
+    def test_what_is_greedy_on_purpose_is_left_alone(self, caplog, fields):
+        settle(**fields)
+        assert not caplog.records

@@ -162,9 +162,13 @@ def test_what_the_hub_refuses_is_named_with_its_words(hub, tmp_path):
         ("owner/ggufs", {}),
         HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}",
     )
-    assert "'owner/unknown'" in unknown
-    assert "Repository" in unknown
-    assert "HF_TOKEN" in unknown
+    useful, possible, cause = unknown.splitlines()
+    assert "'owner/unknown'" in useful
+    assert "check the spelling" in useful
+    assert "HF_TOKEN" in useful
+    assert "a model is a folder" in possible
+    assert "404" in cause
+    assert len(cause) < 200
     assert "revision" in revision
     assert "c.gguf" in entry
     assert "FILE.gguf" in ggufs
@@ -178,8 +182,10 @@ def test_downloads_go_where_they_are_told(hub, tmp_path):
 
 def test_a_hub_that_can_not_be_reached_is_said(tmp_path):
     (answer,) = ask(tmp_path, ("owner/safe", {}), HF_ENDPOINT="http://127.0.0.1:9")
-    assert "'owner/safe'" in answer
-    assert "network" in answer
+    useful, _, cause = answer.splitlines()
+    assert "'owner/safe'" in useful
+    assert "network" in useful
+    assert "Connection refused" in cause, "the last cause, not the hub's own words around it"
 
 
 class TestLocal:
