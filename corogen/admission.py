@@ -149,11 +149,11 @@ class Admission:
                     "do_preprocess=False means raw text, and this prompt is a list of messages: pass a string",
                     param="do_preprocess",
                 )
-            return self._encode_chat(list(prompt))
+            return self.chat_ids(list(prompt))
         if do_preprocess and self.template is not None:
             if not prompt:
                 raise EmptyPrompt("the prompt is an empty string: there is nothing to answer", param="prompt")
-            return self._encode_chat([{"role": "user", "content": prompt}])
+            return self.chat_ids([{"role": "user", "content": prompt}])
         return self._encode_raw(prompt)
 
     def _encode_raw(self, text: str) -> list[int]:
@@ -165,7 +165,8 @@ class Admission:
             )
         return ids
 
-    def _encode_chat(self, messages: list[Any]) -> list[int]:
+    def chat_ids(self, messages: list[Any]) -> list[int]:
+        """Token ids of a chat as the model is asked it. Raises InvalidRequest."""
         if self.template is None:
             raise ChatTemplateError(
                 "the model has no chat template, so a list of messages has no meaning to it: set chat_template in "
@@ -322,6 +323,7 @@ def _facts(folder: Path, config: EngineConfig, tokenizer: Tokenizer, max_len: in
         vocab_size=vocab_size,
         eos_ids=frozenset(i for i in eos if 0 <= i < vocab_size),
         defaults=_sampling_defaults(path, chosen, vocab_size),
+        samples=chosen.get("do_sample") is True,
         added_tokens={text: i for text, i in tokenizer.added_tokens.items() if i < vocab_size},
     )
 

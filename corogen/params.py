@@ -186,6 +186,8 @@ class ModelFacts:
     eos_ids: frozenset[int] = frozenset()
     #: from generation_config.json, for requests that sample
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: whether that file says that requests sample by default, which counts over HTTP only
+    samples: bool = False
     #: stop strings that are one added token each, by text
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 

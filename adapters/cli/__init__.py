@@ -1,4 +1,4 @@
-"""The command line: `corogen run`, `chat`, `bench` and `check-env`.
+"""The command line: `corogen run`, `chat`, `serve`, `batch`, `bench` and `check-env`.
 
 It parses options and prints; what it shows comes from `corogen` and `corogen.adapters.bench`. torch is never imported
 in this process, so that an answer begins as soon as the worker is ready.

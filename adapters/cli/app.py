@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,10 +10,11 @@ import typer
 from corogen.adapters.cli.bench import bench
 from corogen.adapters.cli.console import guarded
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions, grouped
+from corogen.adapters.cli.serve import ServerOptions
 
 app = typer.Typer(
     name="corogen",
-    help="Serves transformer models: ask, chat, measure.",
+    help="Serves transformer models: ask, chat, serve, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,7 +38,7 @@ def root(
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Serves transformer models: ask, chat, measure."""
+    """Serves transformer models: ask, chat, serve, measure."""
 
 
 @app.command()
@@ -67,6 +69,8 @@ def chat(
     sampling: SamplingOptions,
     output: OutputOptions,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this server instead of loading a model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
 ) -> None:
     """Talk to a model.
 
@@ -75,7 +79,57 @@ def chat(
     from corogen.adapters.cli.chat import talk
 
     with guarded(output):
-        talk(engine=engine, sampling=sampling, output=output, system=system)
+        talk(
+            engine=engine,
+            sampling=sampling,
+            output=output,
+            system=system,
+            server=None if url is None else (url, api_key),
+        )
+
+
+@app.command()
+@grouped
+def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
+    output: OutputOptions,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.")] = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Ctrl-C or SIGTERM lets running requests finish; a second Ctrl-C ends them.
+    """
+    from corogen.adapters.cli.serve import serve as run_server
+
+    with guarded(output):
+        run_server(model_name or engine.model, engine=engine, server=server, output=output)
+
+
+@app.command()
+@grouped
+def batch(
+    engine: EngineOptions,
+    output: OutputOptions,
+    source: Annotated[Path, typer.Argument(help="Requests: OpenAI's batch format, one JSON object a line.")],
+    target: Annotated[Path, typer.Argument(help="Answers; what it holds already is not asked again.")],
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Names of the model in the requests; may be repeated.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="Requests that are under way at a time.", min=1)] = 256,
+) -> None:
+    """Answer a file of requests.
+
+    Stopped, it goes on where it was. Exit code 1 if a request failed.
+    """
+    from corogen.adapters.cli.batch import answer_all
+
+    with guarded(output):
+        failed = answer_all(
+            source, target, engine=engine, output=output, names=served_model_name or [], at_once=at_once
+        )
+        if failed:
+            raise SystemExit(1)
 
 
 @app.command()

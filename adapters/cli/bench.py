@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from corogen.adapters.cli.console import guarded, say
+from corogen.adapters.cli.bench_serve import LoadOptions
+from corogen.adapters.cli.console import guarded, needing, say
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, grouped, one_of
 from corogen.errors import ConfigError
 
@@ -155,6 +156,32 @@ def steps(
     with guarded(output):
         cost = measure(streams=streams, step_time_s=step_ms / 1e3, new_tokens=output_len, tokenizer_folder=tokenizer)
         _show("steps", {**cost.as_dict(), "setting": machine.setting()}, output)
+
+
+@bench.command()
+@grouped
+def serve(
+    engine: EngineOptions,
+    load: LoadOptions,
+    output: OutputOptions,
+    compare_inprocess: Annotated[
+        bool, typer.Option("--compare-inprocess", help="What HTTP costs: a server of our own against a pipeline here.")
+    ] = False,
+    repeat: Annotated[int, typer.Option(help="Pairs with --compare-inprocess.", min=1)] = 10,
+) -> None:
+    """Load on a server with OpenAI's API.
+
+    Ours or another: TTFT, TPOT, ITL and whole times, tokens a second, goodput.
+    """
+    from corogen.adapters.bench import machine
+    from corogen.adapters.cli.bench_serve import run_comparison, run_load
+
+    with guarded(output), needing("serve"):
+        if compare_inprocess:
+            result = run_comparison(engine, output, load, pairs=repeat, say=_teller(output))
+            _show("http", {**result, "setting": machine.setting()}, output)
+        else:
+            _show("serve", {**run_load(load), "setting": machine.setting()}, output)
 
 
 # ------------------------------------------------------------------ what they share

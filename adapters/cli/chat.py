@@ -7,13 +7,14 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
-from corogen.adapters.cli.console import say
+from corogen.adapters.cli.console import needing, say
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions
 from corogen.adapters.cli.serving import open_pipeline
 from corogen.errors import InvalidRequest
 from corogen.params import GenerationConfig
 
 if TYPE_CHECKING:
+    from corogen.adapters.cli.remote import RemotePipeline
     from corogen.adapters.pipeline import Pipeline
 
 HELP = """\
@@ -27,7 +28,9 @@ Ctrl-C stops an answer; at the prompt it leaves."""
 class Conversation:
     """A session of the pipeline, and what is typed into it."""
 
-    def __init__(self, pipe: Pipeline, gen_config: GenerationConfig, system: str | None = None) -> None:
+    def __init__(
+        self, pipe: Pipeline | RemotePipeline, gen_config: GenerationConfig, system: str | None = None
+    ) -> None:
         self._pipe, self._gen_config = pipe, gen_config
         self.begin(system)
 
@@ -77,11 +80,16 @@ class Conversation:
         return True
 
 
-def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOptions, system: str | None) -> None:
-    """Load the model and talk until stdin ends, /exit, or Ctrl-C at the prompt."""
-    config = engine.config(max_batch_size=engine.max_batch_size or 1)
-    pipe, _ = open_pipeline(engine.model, config, quiet=output.quiet)
-    with pipe:
+def talk(
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    system: str | None,
+    server: tuple[str, str | None] | None = None,
+) -> None:
+    """Load the model and talk until stdin ends, /exit, or Ctrl-C at the prompt. `server`: its address and key."""
+    with _pipeline(engine, output) if server is None else _remote(*server) as pipe:
         conversation = Conversation(pipe, sampling.config(), system)
         interactive = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -95,6 +103,18 @@ def talk(*, engine: EngineOptions, sampling: SamplingOptions, output: OutputOpti
         except KeyboardInterrupt:
             say("")
             raise
+
+
+def _pipeline(engine: EngineOptions, output: OutputOptions) -> Pipeline:
+    config = engine.config(max_batch_size=engine.max_batch_size or 1)
+    pipe, _ = open_pipeline(engine.model, config, quiet=output.quiet)
+    return pipe
+
+
+def _remote(url: str, api_key: str | None) -> RemotePipeline:
+    with needing("serve"):
+        from corogen.adapters.cli.remote import RemotePipeline
+    return RemotePipeline(url, api_key)
 
 
 def _loop(conversation: Conversation, interactive: bool) -> None:

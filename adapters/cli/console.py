@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from corogen.adapters.cli.options import OutputOptions
-from corogen.errors import CorogenError
+from corogen.errors import ConfigError, CorogenError
 
 if TYPE_CHECKING:
     from corogen.wire.messages import StartPhase
@@ -72,6 +72,17 @@ def guarded(output: OutputOptions) -> Iterator[None]:
 def _drop_stdout() -> None:
     """What is still in its buffer must not fail once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Run what needs packages of an extra; a missing one becomes a ConfigError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("corogen"):
+            raise
+        raise ConfigError(f"this needs {error.name}: pip install 'corogen[{extra}]'") from error
 
 
 def _set_up_logging(level: str) -> None:

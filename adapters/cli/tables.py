@@ -140,7 +140,53 @@ def _steps(result: dict[str, Any]) -> list[Any]:
     return [_table(title, ["", ""], rows)]
 
 
-_LAYOUTS = {"throughput": _generation, "latency": _generation, "callers": _callers, "steps": _steps}
+def _serve(result: dict[str, Any]) -> list[Any]:
+    rate = "all at once" if result["rate"] is None else f"{result['rate']:g} requests a second"
+    limit = "" if result["concurrency"] is None else f", {result['concurrency']} at a time"
+    title = f"{result['model']} at {result['url']}: {result['requests']} requests, {rate}{limit}"
+    rows = [
+        ["failed", str(result["failed"])],
+        ["seconds", number(result["seconds"], 2)],
+        ["requests/s", number(result["requests_per_s"], 2)],
+        ["output tok/s", number(result["output_tok_per_s"])],
+        ["total tok/s", number(result["total_tok_per_s"])],
+        ["tokens a piece", number(result["tokens_per_piece"], 2)],
+        ["CPU share of this client", f"{result['client_cpu_share']:.0%}"],
+    ]
+    if "goodput_per_s" in result:
+        bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in result["objectives_ms"].items())
+        rows.append([f"good requests/s ({bounds})", number(result["goodput_per_s"], 2)])
+    parts: list[Any] = [_table(title, ["", ""], rows)]
+    names = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("whole", "e2e_ms")]
+    rows = [[name, *(number(value) for value in result[key].values())] for name, key in names]
+    parts.append(_table("milliseconds", ["", "mean", "p50", "p90", "p99"], rows))
+    if result["first_failure"]:
+        parts.append(f"the first failure: {result['first_failure']}")
+    return parts
+
+
+def _http(result: dict[str, Any]) -> list[Any]:
+    title = f"{result['model']}: HTTP against the pipeline in the same process, {result['pairs']} alternating pairs"
+    many = f"{result['requests']} requests of {result['output_len']} new tokens at once"
+    rows = [
+        ["one request alone, TTFT ms: in process", *spread_words(result["ttft_ms"]["in_process"])],
+        ["over HTTP", *spread_words(result["ttft_ms"]["http"])],
+        ["added within a pair, ms", *spread_words(result["ttft_added_ms"], 2)],
+        [f"{many}, seconds: in process", *spread_words(result["seconds"]["in_process"], 2)],
+        ["over HTTP", *spread_words(result["seconds"]["http"], 2)],
+        ["ratio within a pair", *spread_words(result["seconds_ratio"], 3)],
+    ]
+    return [_table(title, ["", "median", "min .. max", "90 % interval of the median"], rows)]
+
+
+_LAYOUTS = {
+    "throughput": _generation,
+    "latency": _generation,
+    "callers": _callers,
+    "steps": _steps,
+    "serve": _serve,
+    "http": _http,
+}
 
 
 def setting_line(setting: dict[str, Any]) -> str:

@@ -15,6 +15,9 @@ from corogen.text.detokenize import PieceTable, TextStream, WindowStream, join, 
 #: files from one of which a tokenizer can be made when there is no tokenizer.json
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model", "*.tiktoken")
 
+#: characters from which on it matters that a text is encoded without holding up other threads
+_LONG_TEXT = 8_000
+
 
 class Tokenizer:
     """A model's tokenizer. Safe to use from any number of threads: nothing in it changes after it was made.
@@ -94,14 +97,20 @@ class Tokenizer:
         the text begins with it already. A rendered chat has its BOS from the template: encode it without.
         """
         if not add_special_tokens or (self._bos_id is None and self._backend_adds):
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
-        ids = list(self.backend.encode(text).ids)
+            return self._ids(text, False)
+        ids = self._ids(text, True)
         bos = self._bos_id
         if bos is None:
             return ids
         if self._backend_adds:
             return ids[1:] if ids[1:2] == [bos] else ids
         return ids if ids[:1] == [bos] else [bos, *ids]
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """For a long text by way of a batch: that computes no offsets and lets other threads run; `encode` does not."""
+        if len(text) < _LONG_TEXT:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id that the tokenizer does not know is no text. Equals the joined pieces of a stream.

@@ -17,6 +17,7 @@ import uvicorn
 from tests.adapters.helpers import assert_nothing_runs
 from tests.adapters.scripted_main import said, script_every_engine
 from tests.conftest import eventually
+from tests.server.test_lifecycle import process
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -38,8 +39,8 @@ PRINTED = {
     "bare_engine.py": [*(said(f"What is {n} plus {n}?") for n in range(4)), said("Tell me a story.")],
 }
 
-#: whose programs are run apart: one never ends, one is a server
-APART = {"threads_queues_as_published.py", "fastapi_app.py"}
+#: whose programs are run apart: one never ends, one is a server, one needs a server
+APART = {"threads_queues_as_published.py", "fastapi_app.py", "openai_client.py"}
 
 
 def start(*arguments, cwd):
@@ -118,6 +119,22 @@ def test_runs_with_the_demo_model(name, tmp_path):
 def test_the_published_program_runs_with_the_demo_model(tmp_path):
     program = EXAMPLES / "threads_queues_as_published.py"
     assert answers_of_the_published_program(program, cwd=tmp_path, timeout=280)
+
+
+def test_openais_client_asks_a_server_and_ends_by_itself(tmp_path):
+    pytest.importorskip("openai")
+    with process() as (_, url):
+        environment = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1"}
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / "openai_client.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    questions = ["What is the capital of France?", "Name three colours.", *(f"What is {n} plus {n}?" for n in range(4))]
+    assert done.stdout.splitlines() == [said(question) for question in questions]
 
 
 def load_service():

@@ -16,7 +16,9 @@ from tests.docs.conftest import ANSWER
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, commands, links, prose, run_page
 
 DOCS = ROOT / "docs"
-WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+#: pages whose programs ask a running server
+OVER_HTTP = {"serving.md"}
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.name not in OVER_HTTP]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -38,6 +40,19 @@ def test_the_programs_of_a_page_run(page, scripted, tmp_path, monkeypatch):
 def test_the_readme_prints_what_the_model_says(scripted, capsys):
     run_page(ROOT / "README.md")
     assert capsys.readouterr().out.splitlines() == [ANSWER] * 4
+
+
+def test_the_programs_of_the_serving_page_run_against_a_server(scripted, capsys):
+    pytest.importorskip("openai")
+    from corogen import pipeline
+    from tests.server.helpers import served
+
+    with pipeline("demo") as pipe, served(pipe, served_model_names=("demo",)) as url:
+        for block in blocks(DOCS / "serving.md", "python"):
+            exec(block.text.replace("http://127.0.0.1:8000", url), names := {})
+            if "client" in names:
+                names["client"].close()
+    assert capsys.readouterr().out == f"{ANSWER}\n{ANSWER}"
 
 
 async def test_the_service_of_the_threads_page_answers_over_http(scripted):

@@ -132,3 +132,10 @@ def test_many_threads_encode_and_decode_as_one_does():
     expected = [round_trip(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(round_trip, texts)) == expected
+
+
+def test_a_long_text_has_the_ids_of_its_parts():
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    text = "Grüße aus Köln, " * 3000
+    assert tokenizer.encode(text) == tokenizer.backend.encode(text).ids
+    assert tokenizer.encode(text, add_special_tokens=False) == tokenizer.encode("Grüße aus Köln, ") * 3000

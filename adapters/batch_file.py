@@ -1,0 +1,138 @@
+"""OpenAI's batch format: requests in one file, answers in another. Bounded memory; goes on where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import httpx
+
+from corogen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+#: answers to these are asked for anew when the file is resumed
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+
+#: what a line may ask for
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+def take_answered(path: Path) -> set[str]:
+    """The `custom_id`s that an earlier run has answered for good; the rest of the file is dropped from it.
+
+    Raises:
+        ConfigError: the file is not one of answers.
+    """
+    if not path.exists():
+        return set()
+    found, kept = set(), path.with_name(path.name + ".kept")
+    with path.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
+        for line in old:
+            custom_id = _answered_id(path, line)
+            if custom_id is not None and custom_id not in found:
+                found.add(custom_id)
+                new.write(line)
+    kept.replace(path)
+    return found
+
+
+def _answered_id(path: Path, line: str) -> str | None:
+    if not line.endswith("\n"):  # the run was stopped in the middle of it
+        return None
+    try:
+        answer = json.loads(line)
+        custom_id, response = str(answer["custom_id"]), answer["response"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no file of answers: give a new name, or remove it") from error
+    return custom_id if response is not None and response["status_code"] not in _PASSING else None
+
+
+def requests_in(path: Path, answered: set[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a file that have no answer yet, one at a time.
+
+    Raises:
+        ConfigError: the file can not be read; or naming the line that is no request, or repeats an id.
+    """
+    seen: set[str] = set()
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error}") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            request = _request(path, number, line)
+            custom_id = request["custom_id"]
+            if custom_id in seen:
+                raise ConfigError(f"{path}:{number} has the custom_id of an earlier line: {custom_id!r}")
+            seen.add(custom_id)
+            if custom_id not in answered:
+                yield request
+
+
+def _request(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number} is no JSON: {error}") from error
+    if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+        raise ConfigError(f'{path}:{number} is no request: it needs a "custom_id", "url" and "body"')
+    if request.get("url") not in URLS or request.get("method", "POST") != "POST":
+        raise ConfigError(f"{path}:{number} asks for {request.get('url')!r}; there are POST {' and '.join(URLS)}")
+    if not isinstance(request.get("body"), dict):
+        raise ConfigError(f"{path}:{number} has no body")
+    if request["body"].get("stream"):
+        raise ConfigError(f"{path}:{number} asks for a stream, which a file can not hold")
+    return request
+
+
+async def answer_file(
+    app: ASGIApp, source: Path, target: Path, *, at_once: int, on_answer: Callable[[bool], None]
+) -> tuple[int, int]:
+    """Answer every request of `source` that `target` does not answer yet, at most `at_once` at a time.
+
+    Look through `requests_in(source, set())` first, so that a bad line is found before anything is answered.
+
+    Answers are appended as they come. `on_answer(succeeded)` hears of each, those of earlier runs included.
+
+    Returns:
+        How many succeeded and how many failed in this run.
+
+    Raises:
+        ConfigError: naming the line at fault. What was answered before stays.
+    """
+    answered = take_answered(target)
+    for _ in answered:
+        on_answer(True)
+    counts = [0, 0]
+    pending = iter(requests_in(source, answered))
+    transport = httpx.ASGITransport(app)
+    with target.open("a", encoding="utf-8") as out:
+        async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
+
+            async def work() -> None:
+                for request in pending:  # shared: each worker takes the next
+                    succeeded = await _answer(http, request, out)
+                    counts[not succeeded] += 1
+                    on_answer(succeeded)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(work())
+    return counts[0], counts[1]
+
+
+async def _answer(http: httpx.AsyncClient, request: dict[str, Any], out: IO[str]) -> bool:
+    reply = await http.post(request["url"], json=request["body"])
+    request_id = reply.headers["x-request-id"]
+    response = {"status_code": reply.status_code, "request_id": request_id, "body": reply.json()}
+    line = {"id": f"batch_req_{request_id}", "custom_id": request["custom_id"], "response": response, "error": None}
+    out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    out.flush()
+    return reply.is_success
