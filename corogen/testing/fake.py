@@ -101,6 +101,14 @@ class FakeExecutor:
         if self._timer is not None:
             self._timer.cancel()
 
+    def die(self, exit_code: int = -9) -> None:
+        """The worker ends at this moment, on the engine's loop; nothing while it is down already."""
+        if not self._dead:
+            self._dead = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self.on_failure(WorkerDied(0, exit_code))
+
     def _arm(self) -> None:
         loop = asyncio.get_running_loop()
         if self.step_time_s:
