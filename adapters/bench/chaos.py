@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from corogen.adapters.bench.killer import Death, Killer
 from corogen.adapters.bench.leaks import Holdings
 from corogen.adapters.bench.questions import Job, Question, make_jobs, make_questions
 from corogen.adapters.bench.tally import Tally, first_difference
+from corogen.errors import ConfigError
 from corogen.outputs import Response
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ class Settings(NamedTuple):
     #: share of the requests whose caller leaves
     cancel_rate: float = 0.3
     #: requests under way at the same time
-    at_once: int = 32
+    at_once: int = 8
     #: longest answer, in tokens
-    output_len: int = 32
+    output_len: int = 24
     #: seconds without any end from which on what is outstanding counts as stuck
-    patience_s: float = 120.0
+    patience_s: float = 300.0
     seed: int = 0
 
 
@@ -62,15 +63,18 @@ def measure(opener: Opener, settings: Settings, *, say: Say = lambda line: None)
 def _with_pipe(pipe: Pipeline, killer: Killer, settings: Settings, say: Say) -> dict[str, Any]:
     questions = ask_about(pipe, settings.requests, settings.output_len, settings.seed)
     say(f"the answers to {len(questions)} requests without faults")
+    start = time.perf_counter()
     expected = answers(pipe, questions)
+    one_s = (time.perf_counter() - start) / len(questions) * settings.at_once
     opened = Holdings.now()
     tally = Tally(expected)
-    jobs = make_jobs(
-        questions, cancel_rate=settings.cancel_rate, leave_within_s=2 * settings.kill_every_s, seed=settings.seed
-    )
+    jobs = make_jobs(questions, cancel_rate=settings.cancel_rate, leave_within_s=one_s, seed=settings.seed)
     say("the same with faults")
     start = time.perf_counter()
-    stuck = with_faults(pipe, killer, islice(jobs, settings.requests), settings, _Teller(tally, killer, say).note)
+    stuck = with_faults(
+        pipe, killer, islice(jobs, settings.requests), _Teller(tally, killer, say).note,
+        at_once=settings.at_once, kill_every_s=settings.kill_every_s, patience_s=settings.patience_s,
+    )  # fmt: skip
     seconds = time.perf_counter() - start
     for difference in tally.differences:
         difference["asked_again"] = _asked_again(pipe, questions[difference["question"]], expected, difference)
@@ -88,9 +92,10 @@ def _with_pipe(pipe: Pipeline, killer: Killer, settings: Settings, say: Say) -> 
 
 
 def ask_about(pipe: Pipeline, count: int, output_len: int, seed: int) -> list[Question]:
-    """Questions in the ids of the pipeline's tokenizer."""
+    """Questions in the ids of the pipeline's tokenizer. Raises ConfigError if it has none."""
     tokenizer = pipe.engine.admission.tokenizer
-    assert tokenizer is not None, "the engines of these measurements have one"
+    if tokenizer is None:
+        raise ConfigError("this measurement needs a model with a tokenizer")
     return make_questions(count, tokenizer.encode, output_len=output_len, seed=seed)
 
 
@@ -106,14 +111,23 @@ def answers(pipe: Pipeline, questions: Sequence[Question]) -> list[list[int]]:
 
 
 def with_faults(
-    pipe: Pipeline, killer: Killer, jobs: Any, settings: Settings, on_outcome: Callable[[Outcome], None]
+    pipe: Pipeline,
+    killer: Killer,
+    jobs: Iterator[Job],
+    on_outcome: Callable[[Outcome], None],
+    *,
+    at_once: int,
+    kill_every_s: float,
+    patience_s: float,
+    errors_too: bool = False,
 ) -> list[Job]:
     """Ask `jobs` while workers are killed, and wait until they are up again. Returns the stuck ones."""
     engine = pipe.engine
-    with Crowd(pipe, settings.at_once) as crowd:
-        pipe.thread.run(killer.arm(settings.kill_every_s, lambda: bool(engine.request_ids())))
-        stuck = crowd.run(jobs, patience_s=settings.patience_s, on_outcome=on_outcome)
-        pipe.thread.run(killer.disarm(settings.patience_s))
+    with Crowd(pipe, at_once) as crowd:
+        arm = killer.arm(kill_every_s, lambda: bool(engine.request_ids()), errors_too=errors_too)
+        pipe.thread.run(arm)
+        stuck = crowd.run(jobs, patience_s=patience_s, on_outcome=on_outcome)
+        pipe.thread.run(killer.disarm(patience_s))
     return stuck
 
 

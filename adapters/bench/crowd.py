@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """"answered", "cancelled" or "failed"."""
+        """ "answered", "cancelled" or "failed"."""
         if self.end in ("stop", "length"):
             return "answered"
         if self.job.leave is not None and self.end in (LEFT, "abort"):

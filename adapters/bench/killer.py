@@ -27,6 +27,9 @@ class Death:
     ready_at: float | None = None
     #: when the first token of the new workers was there
     resumed_at: float | None = None
+    #: steps and tokens of the workers that were killed
+    steps: int = 0
+    tokens: int = 0
 
     def figures(self) -> dict[str, float] | None:
         """Seconds from the kill to the first new token, and its parts; None if there was nothing to resume."""
@@ -59,7 +62,8 @@ class Killer:
         #: hears of each step's answer, before the engine does
         self.on_answer: Callable[[], None] = lambda: None
         self.deaths: list[Death] = []
-        self.submitted = 0
+        self.submitted = self.step_errors = self._steps = self._tokens = 0
+        self._errors_too = self._fails_next = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -78,6 +82,10 @@ class Killer:
     def submit(self, step: StepInput) -> None:
         """Hand over one step."""
         self.submitted += 1
+        if self._fails_next and isinstance(self._inner, FakeExecutor):
+            self._fails_next = False
+            self.step_errors += 1
+            self._inner.fail_at[step.step] = RuntimeError("a step that fails, as the benchmark wants it")
         self._inner.submit(step)
 
     async def close(self) -> None:
@@ -86,6 +94,9 @@ class Killer:
         await self._inner.close()
 
     def _answered(self, result: StepResult) -> None:
+        if isinstance(result, StepOutput):
+            self._steps += 1
+            self._tokens += len(result.tokens)
         if self.deaths and isinstance(result, StepOutput) and result.tokens:
             death = self.deaths[-1]
             if death.ready_at is not None and death.resumed_at is None:
@@ -102,9 +113,12 @@ class Killer:
 
     # ------------------------------------------------------------------ what the benchmark calls, on the engine's loop
 
-    async def arm(self, every_s: float, busy: Callable[[], bool]) -> None:
-        """Kill from now on. `busy()` says whether there is anything to resume."""
-        self._every_s, self._busy = every_s, busy
+    async def arm(self, every_s: float, busy: Callable[[], bool], *, errors_too: bool = False) -> None:
+        """Kill from now on. `busy()` says whether there is anything to resume.
+
+        With `errors_too` every second fault of a scripted worker is an exception in a step instead.
+        """
+        self._every_s, self._busy, self._errors_too = every_s, busy, errors_too
         if self._up.is_set():
             self._set_timer()
 
@@ -119,7 +133,8 @@ class Killer:
         if not self._up.is_set():
             return
         self._up.clear()
-        self.deaths.append(Death(time.perf_counter(), self._busy()))
+        self.deaths.append(Death(time.perf_counter(), self._busy(), steps=self._steps, tokens=self._tokens))
+        self._steps = self._tokens = 0
         if isinstance(self._inner, FakeExecutor):
             self._inner.die()
             return
@@ -129,7 +144,14 @@ class Killer:
     def _set_timer(self) -> None:
         self._stop_timer()
         if self._every_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._every_s, self.kill)
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._strike)
+
+    def _strike(self) -> None:
+        if self._errors_too and isinstance(self._inner, FakeExecutor) and self.step_errors < len(self.deaths):
+            self._fails_next = True
+            self._set_timer()
+        else:
+            self.kill()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -87,7 +87,7 @@ def make_questions(
 
 
 def _text(index: int, rng: random.Random) -> str:
-    clauses = rng.choices(_CLAUSES, k=rng.randint(1, 5))
+    clauses = rng.choices(_CLAUSES, k=rng.randint(1, 3))
     return f"{index}. " + " ".join(clause.format(rng.choice(_THINGS)) for clause in clauses)
 
 
