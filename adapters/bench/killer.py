@@ -45,8 +45,9 @@ class Death:
 class Killer:
     """An executor around another one that kills its workers a fixed time after they were last ready.
 
-    Since the time begins anew with every start, restarts never starve the requests. Made before the engine, and
-    passed to it as its executor.
+    While there is work, not before they have sampled a token either: on a machine so busy that this takes longer,
+    requests would seem to kill their workers. So restarts never starve the requests. Made before the engine, and passed
+    to it as its executor.
     """
 
     on_result: Callable[[StepResult], None]
@@ -63,7 +64,7 @@ class Killer:
         self.on_answer: Callable[[], None] = lambda: None
         self.deaths: list[Death] = []
         self.submitted = self.step_errors = self._steps = self._tokens = 0
-        self._errors_too = self._fails_next = False
+        self._errors_too = self._fails_next = self._overdue = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -101,6 +102,10 @@ class Killer:
             death = self.deaths[-1]
             if death.ready_at is not None and death.resumed_at is None:
                 death.resumed_at = time.perf_counter()
+        if self._overdue and self._tokens:
+            self._overdue = False
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self.kill)  # behind the engine's turn, or this very token would be lost
         self.on_answer()
         self.on_result(result)
 
@@ -150,10 +155,13 @@ class Killer:
         if self._errors_too and isinstance(self._inner, FakeExecutor) and self.step_errors < len(self.deaths):
             self._fails_next = True
             self._set_timer()
+        elif self._busy() and not self._tokens:
+            self._overdue = True
         else:
             self.kill()
 
     def _stop_timer(self) -> None:
+        self._overdue = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

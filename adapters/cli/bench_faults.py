@@ -1,4 +1,4 @@
-"""The part of `corogen bench` that looks for what is lost, stuck, different or left behind, and fails if it is there."""
+"""The part of `corogen bench` that looks for what is lost, stuck, different or left behind, and fails if it is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def chaos(
     """Workers that are killed.
 
     Coroutines, threads, futures and queues ask; some leave at random points; the workers are killed with SIGKILL.
-    Every answer is compared with the one that comes without faults. The exit code is 1 if anything is lost, stuck, different or left behind.
+    Every answer is compared with the one that comes without faults. The exit code is 1 if anything is lost, stuck,
+    different or left behind.
     """
     from corogen.adapters.bench.chaos import Settings, measure
 
@@ -73,7 +74,8 @@ def cancel(
 ) -> None:
     """Requests that are cancelled.
 
-    At random points, by callers of every kind; memory and blocks are watched. The exit code is 1 if anything is lost, stuck, different or left behind, or if memory grows.
+    At random points, by callers of every kind; memory and blocks are watched. The exit code is 1 if anything is lost,
+    stuck, different or left behind, or if memory grows.
     """
     from corogen.adapters.bench.cancel import Settings, measure
 
@@ -97,7 +99,8 @@ def soak(
 ) -> None:
     """Both for a long time.
 
-    Mixed callers, cancellations and faults; a line of figures from time to time. The exit code is 1 if anything is lost, stuck, different or left behind, or if memory grows.
+    Mixed callers, cancellations and faults; a line of figures from time to time. The exit code is 1 if anything is
+    lost, stuck, different or left behind, or if memory grows.
     """
     from corogen.adapters.bench.soak import Settings, measure
 
