@@ -235,8 +235,8 @@ def _cancel(result: dict[str, Any]) -> list[Any]:
 
 
 def _soak(result: dict[str, Any]) -> list[Any]:
-    columns = list(result["lines"][0])
-    rows = [[number(line[name], 0 if name != "minute" else 2) for name in columns] for line in result["lines"]]
+    columns = ("minute", "answered", "cancelled", "kills", "blocks_used", "rss_mb", "files")
+    rows = [[number(line[name], 2 if name == "minute" else 0) for name in columns] for line in result["lines"]]
     title = f"{result['model']}: {result['settings']['minutes']:g} minutes"
     over = _table("in all", ["", ""], [*_ends(result), *_faults(result)])
     return [_table(title, columns, rows), over, _memory(result), *_held(result), *_problems(result)]
