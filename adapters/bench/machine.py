@@ -98,6 +98,23 @@ def children() -> dict[int, str]:
     return found
 
 
+def rss_bytes(pid: int | None = None) -> int | None:
+    """Resident memory of a process (None: this one); None if it is gone or /proc is missing."""
+    try:
+        pages = int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files() -> int | None:
+    """Open descriptors of this process; None where /proc is missing."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return None
+
+
 def voluntary_switches(native_id: int) -> int | None:
     """Times that a thread of this process has gone to sleep; None where /proc is missing."""
     try:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from corogen.adapters.cli.bench import bench
+from corogen.adapters.cli.bench_faults import faults
 from corogen.adapters.cli.console import guarded
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions, grouped
 from corogen.adapters.cli.serve import ServerOptions
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench.add_typer(faults)
 app.add_typer(bench, name="bench")
 
 

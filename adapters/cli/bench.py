@@ -75,7 +75,7 @@ def throughput(
             engine, output, count, input_len, prompts, prefix_caching,
             output_len=output_len, ignore_eos=ignore_eos, repeat=repeat, kind=peer if compare else None,
         )  # fmt: skip
-        _show("throughput", result, output)
+        show_result("throughput", result, output)
 
 
 @bench.command()
@@ -99,7 +99,7 @@ def latency(
             engine, output, 1, input_len, prompts, prefix_caching,
             output_len=output_len, ignore_eos=True, repeat=repeat, kind="one" if compare else None,
         )  # fmt: skip
-        _show("latency", result, output)
+        show_result("latency", result, output)
 
 
 @bench.command()
@@ -132,9 +132,9 @@ def callers(
             pairs=pairs,
             repeat=repeat,
             idle_s=idle_s,
-            say=_teller(output),
+            say=teller(output),
         )
-        _show("callers", {"model": engine.model, **result, "setting": machine.setting()}, output)
+        show_result("callers", {"model": engine.model, **result, "setting": machine.setting()}, output)
 
 
 @bench.command()
@@ -145,17 +145,33 @@ def steps(
     step_ms: Annotated[float, typer.Option(help="Scripted time of a step.", min=0.01)] = 4.0,
     output_len: OutputLen = 500,
     tokenizer: Annotated[Path | None, typer.Option(help="A folder with a tokenizer.json to decode with.")] = None,
+    spin: Annotated[
+        bool, typer.Option("--spin", help="With and without a spinning Python thread, at steps of 3, 5 and 8 ms.")
+    ] = False,
+    repeat: Annotated[int, typer.Option(help="Pairs of rounds at each step time, with --spin.", min=1)] = 3,
+    switch_interval_ms: Annotated[
+        float | None, typer.Option(help="sys.setswitchinterval, with --spin; Python's own is 5 ms.", min=0.01)
+    ] = None,
 ) -> None:
     """The engine's own cost of a step.
 
-    Scripted tokens in scripted time, and a consumer for each stream on another loop in another thread.
+    Scripted tokens in scripted time, and a consumer for each stream on another loop in another thread. With --spin
+    the share of the rate that is left beside a thread of the application that never rests.
     """
     from corogen.adapters.bench import machine
+    from corogen.adapters.bench import spin as spinning
     from corogen.adapters.bench.steps import measure
 
     with guarded(output):
+        if spin:
+            interval_s = None if switch_interval_ms is None else switch_interval_ms / 1e3
+            found = spinning.measure(
+                streams=streams, new_tokens=output_len, repeat=repeat, switch_interval_s=interval_s, say=teller(output)
+            )
+            show_result("spin", {**found, "setting": machine.setting()}, output)
+            return
         cost = measure(streams=streams, step_time_s=step_ms / 1e3, new_tokens=output_len, tokenizer_folder=tokenizer)
-        _show("steps", {**cost.as_dict(), "setting": machine.setting()}, output)
+        show_result("steps", {**cost.as_dict(), "setting": machine.setting()}, output)
 
 
 @bench.command()
@@ -178,10 +194,10 @@ def serve(
 
     with guarded(output), needing("serve"):
         if compare_inprocess:
-            result = run_comparison(engine, output, load, pairs=repeat, say=_teller(output))
-            _show("http", {**result, "setting": machine.setting()}, output)
+            result = run_comparison(engine, output, load, pairs=repeat, say=teller(output))
+            show_result("http", {**result, "setting": machine.setting()}, output)
         else:
-            _show("serve", {**run_load(load), "setting": machine.setting()}, output)
+            show_result("serve", {**run_load(load), "setting": machine.setting()}, output)
 
 
 # ------------------------------------------------------------------ what they share
@@ -196,7 +212,8 @@ def _pipeline(engine: EngineOptions, output: OutputOptions, **config: Any) -> It
         yield pipe
 
 
-def _teller(output: OutputOptions) -> Any:
+def teller(output: OutputOptions) -> Any:
+    """What takes lines about the progress."""
     return (lambda line: None) if output.quiet else say
 
 
@@ -221,7 +238,7 @@ def _measured(
     with _pipeline(engine, output, enable_prefix_caching=prefix_caching) as pipe:
         peer = None if kind is None else PeerRun(_peer_folder(engine), kind, threads)
         prompts = _prompts(pipe, count, input_len, file)
-        result = measure(pipe, prompts, peer=peer, say=_teller(output), **how)
+        result = measure(pipe, prompts, peer=peer, say=teller(output), **how)
     setting = machine.setting(threads=threads, prefix_caching=prefix_caching)
     return {"model": engine.model, "input": _input_words(input_len, file), **result, "setting": setting}
 
@@ -262,7 +279,8 @@ def _peer_folder(engine: EngineOptions) -> Path:
 # ------------------------------------------------------------------ tables
 
 
-def _show(name: str, result: dict[str, Any], output: OutputOptions) -> None:
+def show_result(name: str, result: dict[str, Any], output: OutputOptions) -> None:
+    """Print a result as tables or as JSON."""
     if output.json:
         import json
 

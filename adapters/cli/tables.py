@@ -179,6 +179,119 @@ def _http(result: dict[str, Any]) -> list[Any]:
     return [_table(title, ["", "median", "min .. max", "90 % interval of the median"], rows)]
 
 
+def _spin(result: dict[str, Any]) -> list[Any]:
+    title = (
+        f"{result['streams']} streams beside a spinning Python thread, {result['rounds']} pairs of rounds, "
+        f"switch interval {number(result['switch_interval_ms'])} ms"
+    )
+    columns = ["scripted step, ms", "share of the rate alone", "beside the thread", "left", "min .. max"]
+    rows = [
+        [
+            number(row["step_ms"]),
+            *(number(row[name]["median"], 3) for name in ("quiet", "beside", "kept")),
+            f"{number(row['kept']['min'], 3)} .. {number(row['kept']['max'], 3)}",
+        ]
+        for row in result["rows"]
+    ]
+    return [_table(title, columns, rows)]
+
+
+def _chaos(result: dict[str, Any]) -> list[Any]:
+    asked = result["settings"]
+    title = (
+        f"{result['model']}: {asked['requests']} requests, {asked['at_once']} at a time, workers killed "
+        f"{asked['kill_every_s']:g} s after they were ready, {number(result['seconds'])} s"
+    )
+    resumed = result["resume_s"]
+    rows = [[name, *(number(resumed[name][key], 2) for key in ("p50", "max"))] for name in _PARTS]
+    return [
+        _table(title, ["", ""], [*_ends(result), *_faults(result)]),
+        _table(f"seconds from a kill to the first new token, {resumed['measured']} kills", ["", "p50", "max"], rows),
+        *_held(result),
+        *_problems(result),
+    ]
+
+
+_PARTS = ("total", "restart", "prefill")
+
+
+def _ends(result: dict[str, Any]) -> list[list[str]]:
+    return [[name, f"{result[name]:,}"] for name in ("answered", "cancelled", "failed", "different", "stuck")]
+
+
+def _faults(result: dict[str, Any]) -> list[list[str]]:
+    names = {"kills": "kills", "step_errors": "exceptions in steps", "restarts": "restarts"}
+    return [[words, f"{result[name]:,}"] for name, words in names.items() if name in result]
+
+
+def _held(result: dict[str, Any]) -> list[Any]:
+    """What the process holds, before and after; what the engine has in use."""
+    sides = {"open": result["open"], **({"closed": result["closed"]} if "closed" in result else {})}
+    rows = [
+        [f"{side}: {name}", number(found["before"][name], 0), number(found["after"][name], 0)]
+        for side, found in sides.items()
+        for name in ("threads", "children", "files", "rss_mb")
+    ]
+    in_use = ", ".join(f"{name} {result['open'][name]}" for name in ("running", "waiting", "blocks_used"))
+    return [_table("held before and after", ["", "before", "after"], rows), f"in use at the end: {in_use}"]
+
+
+def _problems(result: dict[str, Any]) -> list[Any]:
+    """What must not be, and the requests that it concerns."""
+    if not result["problems"]:
+        return ["nothing is lost, stuck, different or left"]
+    lines = [*result["problems"], *result["failures"], *result["stuck_requests"]]
+    lines += [
+        f"{one['request']} differs at token {one['place']}: {one['got']} instead of {one['expected']}"
+        + (f"; asked again: {one['asked_again']}" if "asked_again" in one else "")
+        for one in result["differences"]
+    ]
+    return ["\n".join(f"PROBLEM: {line}" for line in lines)]
+
+
+def _memory(result: dict[str, Any]) -> Table:
+    rows = [
+        [who, *(number(value) for value in one["rss_mb"]), number(one["bytes_per_request"], 0)]
+        for who, one in result["memory"].items()
+    ]
+    return _table("memory, MB", ["", "at a quarter", "at half", "at the end", "bytes a request, second half"], rows)
+
+
+def _cancel(result: dict[str, Any]) -> list[Any]:
+    asked = result["settings"]
+    freed = result["break_to_free_blocks"]
+    names = {
+        "steps_under_way": "steps under way at a break, the one that computes included",
+        "results_until_free": "results until its blocks are free",
+        "steps_planned_after": "steps planned for it after the break",
+    }
+    rows = [[words, *(number(freed[name][key], 1) for key in ("median", "max"))] for name, words in names.items()]
+    title = (
+        f"{result['model']}: {asked['requests']:,} requests cancelled at random points, {asked['at_once']} at a time"
+    )
+    parts = [_table(title, ["", ""], _ends(result)), _memory(result)]
+    return [*parts, _table("one request alone", ["", "median", "max"], rows), *_held(result), *_problems(result)]
+
+
+def _soak(result: dict[str, Any]) -> list[Any]:
+    columns = ("minute", "answered", "cancelled", "kills", "blocks_used", "rss_mb", "files")
+    rows = [[number(line[name], 2 if name == "minute" else 0) for name in columns] for line in result["lines"]]
+    title = f"{result['model']}: {result['settings']['minutes']:g} minutes"
+    over = _table("in all", ["", ""], [*_ends(result), *_faults(result)])
+    return [_table(title, columns, rows), over, _memory(result), *_held(result), *_problems(result)]
+
+
+def _cycles(result: dict[str, Any]) -> list[Any]:
+    columns = list(result["cycles"][0])
+    rows = [[number(row[name], 0 if name in _COUNTS else 2) for name in columns] for row in result["cycles"]]
+    by = result["bytes_per_cycle"]
+    lines = [f"PROBLEM: {line}" for line in result["problems"]] or ["nothing is left"]
+    grown = "" if by is None else f"memory, second half: {by / 1e6:+.2f} MB a cycle"
+    return [_table(f"{result['model']}: opened, asked once and closed", columns, rows), grown, *lines]
+
+
+_COUNTS = ("cycle", "threads", "children", "files")
+
 _LAYOUTS = {
     "throughput": _generation,
     "latency": _generation,
@@ -186,6 +299,11 @@ _LAYOUTS = {
     "steps": _steps,
     "serve": _serve,
     "http": _http,
+    "spin": _spin,
+    "chaos": _chaos,
+    "cancel": _cancel,
+    "soak": _soak,
+    "cycles": _cycles,
 }
 
 

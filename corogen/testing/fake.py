@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -69,7 +70,7 @@ class FakeExecutor:
         self._slots: dict[int, _Slot] = {}
         self._blocks: dict[int, tuple[_Slot, int]] = {}  # who wrote it last, and which of its blocks it is
         self._block_size = 1
-        self._queue: deque[StepInput] = deque()
+        self._queue: deque[tuple[StepInput, float]] = deque()  # with the moment of its submission
         self._failed_epoch = -1
         self._due = 0.0
         self._timer: asyncio.Handle | None = None
@@ -90,9 +91,8 @@ class FakeExecutor:
         """Queue a step behind those in flight."""
         if self._record:
             self.steps.append(step)
-        self._queue.append(step)
+        self._queue.append((step, time.monotonic()))
         if len(self._queue) == 1 and not self._dead:
-            self._due = max(self._due, asyncio.get_running_loop().time())
             self._arm()
 
     async def close(self) -> None:
@@ -101,16 +101,26 @@ class FakeExecutor:
         if self._timer is not None:
             self._timer.cancel()
 
+    def die(self, exit_code: int = -9) -> None:
+        """The worker ends at this moment, on the engine's loop; nothing while it is down already."""
+        if not self._dead:
+            self._dead = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self.on_failure(WorkerDied(0, exit_code))
+
     def _arm(self) -> None:
         loop = asyncio.get_running_loop()
         if self.step_time_s:
-            self._due += self.step_time_s
-            self._timer = loop.call_at(self._due, self._finish_step)
+            # as a device: it begins when the step before is done, however late the loop learns of that
+            self._due = max(self._due, self._queue[0][1]) + self.step_time_s
+            # not the loop's own clock: uvloop's stands still for as long as the thread waits for the interpreter's lock
+            self._timer = loop.call_later(max(0.0, self._due - time.monotonic()), self._finish_step)
         else:
             self._timer = loop.call_soon(self._finish_step)
 
     def _finish_step(self) -> None:
-        step = self._queue.popleft()
+        step, _ = self._queue.popleft()
         fault = self.fail_at.pop(step.step, None)
         if isinstance(fault, WorkerDied):
             self._dead = True
