@@ -18,6 +18,7 @@ from corogen.config import EngineConfig, check_config
 from corogen.errors import ConfigError, CorogenError, EngineClosed, InvalidRequest
 from corogen.inbox import Inbox
 from corogen.intake import Intake
+from corogen.memory import give_back
 from corogen.outputs import EngineStats, Response, StepRecord
 from corogen.params import GenerationConfig, WhenFull, check_timeout, may_wait
 from corogen.stream import Outgoing, Outlet, ResponseStream
@@ -192,6 +193,7 @@ class Engine:
         if self._executor is not None and self._ready is not None:
             await self._executor.close()
         self.text_pool.close()
+        give_back()
 
     async def __aenter__(self) -> Engine:
         await self.start()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import signal
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from corogen.errors import CorogenError, StepFailed, WorkerError
+from corogen.errors import CorogenError, StepFailed, WorkerDied, WorkerError
 from corogen.schedule import Sequence
 from corogen.step_loop import StepLoop
 
 logger = logging.getLogger("corogen.engine")
 
-#: consecutive starts without a single completed step before the engine gives up
+#: consecutive starts whose workers completed no step and died at work before the engine gives up
 MAX_RESTARTS = 5
 #: pause before the second of them, in seconds; doubled for each that follows, up to the bound
 _BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
@@ -73,7 +74,9 @@ class Recovery:
         self._steps, self._restart, self._resume, self._on_fatal = steps, restart, resume, on_fatal
         self._task: asyncio.Task[None] | None = None
         self._died_again: CorogenError | None = None
-        self._steps_seen = self._idle_starts = self._failed_steps = 0
+        self._steps_seen = self._failed_steps = 0
+        #: starts since a step was last completed; and of those the ones whose workers died at work, or never lived
+        self._starts = self._fruitless = 0
         self.restarts = 0
         self.last_error: CorogenError | None = None
 
@@ -82,7 +85,7 @@ class Recovery:
         """Whether the workers are down."""
         return self._task is not None and not self._task.done()
 
-    def step_failed(self, error: StepFailed, kind: str) -> None:
+    def step_failed(self, error: StepFailed, kind: str, computed: list[Sequence]) -> None:
         """A worker raised in a step and lives; `kind` is the exception's name."""
         self.last_error = error
         if kind in _OUT_OF_MEMORY and self._steps.scheduler.lower_budget():
@@ -91,20 +94,25 @@ class Recovery:
             return
         self._failed_steps = 1 if self._made_progress() else self._failed_steps + 1
         if "CUDA error" in str(error) or self._failed_steps > _MAX_FAILED_STEPS:
-            self.workers_died(error)
+            self.workers_died(error, computed)
         else:
-            self._blame(error)
+            self._blame(error, computed)
 
-    def workers_died(self, error: CorogenError) -> None:
-        """No step in flight will be answered: start new workers."""
+    def workers_died(self, error: CorogenError, computed: list[Sequence] | None = None) -> None:
+        """No step in flight will be answered: start new workers. They died of `computed`, or of the oldest step."""
         self.last_error = error
         logger.error("%s", error)
+        self._steps.apply_results()
         if self.restarting:
             self._died_again = error
             return
-        self._idle_starts = 0 if self._made_progress() else self._idle_starts
+        computed = self._steps.computing() if computed is None else computed
+        if self._made_progress():
+            self._starts = self._fruitless = 0
+        elif not computed:
+            self._fruitless = 0  # they died at rest: no reason to give up, but one to be slower
         self._steps.suspended = True
-        self._blame(error)
+        self._blame(error, computed)
         self._task = asyncio.get_running_loop().create_task(self._bring_back(error))
 
     async def stop(self) -> None:
@@ -117,12 +125,12 @@ class Recovery:
         before, self._steps_seen = self._steps_seen, self._steps.steps
         return self._steps_seen > before
 
-    def _blame(self, error: CorogenError) -> None:
+    def _blame(self, error: CorogenError, computed: list[Sequence]) -> None:
         """Steps in flight never count; decide what that means for the sequences that ran."""
-        ran = self._steps.roll_back(contents_lost=True)
-        culprits: list[Sequence] = ran
+        culprits: list[Sequence] = self._steps.roll_back(contents_lost=True)
         if self._resume:
-            culprit = self._steps.scheduler.quarantine.died(ran)
+            killed = isinstance(error, WorkerDied) and error.exit_code == -signal.SIGKILL
+            culprit = self._steps.scheduler.quarantine.died(computed, killed=killed)
             culprits = [] if culprit is None else [culprit]
         for seq in culprits:
             self._steps.fail(seq, error)
@@ -130,12 +138,13 @@ class Recovery:
 
     async def _bring_back(self, error: CorogenError) -> None:
         while True:
-            self._idle_starts += 1
-            if self._idle_starts > MAX_RESTARTS:
+            self._starts += 1
+            self._fruitless += 1
+            if self._fruitless > MAX_RESTARTS:
                 self._on_fatal(error)
                 return
-            if self._idle_starts > 1:
-                await asyncio.sleep(min(_BACKOFF_S * 2 ** (self._idle_starts - 2), _MAX_BACKOFF_S))
+            if self._starts > 1:
+                await asyncio.sleep(min(_BACKOFF_S * 2 ** min(self._starts - 2, 16), _MAX_BACKOFF_S))
             self._died_again = None
             try:
                 await self._restart()

@@ -33,8 +33,9 @@ class StepLoop:
     Between those the loop sleeps; nothing is polled.
     """
 
-    #: what to do when a worker raises in a step; gets the error and the name of the exception's class
-    on_step_error: Callable[[StepFailed, str], None]
+    #: what to do when a step fails and the worker lives; gets the error, the name of the exception's class, and the
+    #: step's sequences
+    on_step_error: Callable[[StepFailed, str, list[Sequence]], None]
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, *, depth: int, intake: Intake, on_idle: Callable[[], None]
@@ -140,8 +141,7 @@ class StepLoop:
             await self._awake.wait()
             self._awake.clear()
             drain_inbox()
-            while self._results:
-                self._apply(self._results.popleft())
+            self.apply_results()
             self._dispatch()
             self.flush()
 
@@ -166,7 +166,8 @@ class StepLoop:
             try:
                 self._executor.submit(plan.message())
             except Exception as error:  # of one request in the step: found and failed as one that breaks the worker
-                self._step_failed(StepError(plan.step, plan.epoch, traceback.format_exc(), type(error).__name__))
+                failure = StepError(plan.step, plan.epoch, traceback.format_exc(), type(error).__name__)
+                self._step_failed(plan, failure)
                 continue
             for seq in plan.started:
                 self._started(seq.owner, now)
@@ -193,7 +194,7 @@ class StepLoop:
             self._apply_tokens(plan, result)
             self._record(plan, self._last_result - began)
         elif isinstance(result, StepError):
-            self._step_failed(result)
+            self._step_failed(plan, result)
 
     def _apply_tokens(self, plan: Plan, result: StepOutput) -> None:
         scheduler = self.scheduler
@@ -215,10 +216,19 @@ class StepLoop:
         self.log.append(StepRecord(plan.step, prefill, decode, running, self.scheduler.num_waiting, duration_s))
         self.telemetry.step(plan.step, prefill, decode, running, duration_s)
 
-    def _step_failed(self, result: StepError) -> None:
+    def _step_failed(self, plan: Plan, result: StepError) -> None:
         error = StepFailed(f"the worker could not compute step {result.step}:\n{result.traceback}")
         logger.error("%s", error)
-        self.on_step_error(error, result.kind)
+        self.on_step_error(error, result.kind, plan.sequences)
+
+    def apply_results(self) -> None:
+        """What has arrived counts, also if the workers died since."""
+        while self._results:
+            self._apply(self._results.popleft())
+
+    def computing(self) -> list[Sequence]:
+        """The sequences of the oldest step in flight, which is the one that the workers compute."""
+        return self._in_flight[0][0].sequences if self._in_flight else []
 
     def roll_back(self, *, contents_lost: bool) -> list[Sequence]:
         """Steps in flight will never count: every sequence waits with the tokens it has. Returns those that ran."""

@@ -9,13 +9,15 @@ from corogen.schedule.sequence import Sequence, Status
 #: deaths without a new token that make a sequence a suspect, and deaths while alone that make it the culprit
 _SUSPECT_AFTER = 2
 _GUILTY_AFTER = 2
+#: the same where the workers were killed from outside, which is seldom an input's doing
+_GUILTY_AFTER_KILLS = 3
 
 
 class Quarantine:
     """Finds the one input that takes the workers down, so that it alone fails.
 
-    A death blames everything that ran. Whoever was there for two deaths without a new token in between is suspect.
-    Suspects run alone in turn: a new token clears one, a second death convicts it.
+    A death blames what the step held that was being computed. Whoever was there for two deaths without a new token in
+    between is suspect. Suspects run alone in turn: a new token clears one, a second death convicts it.
     """
 
     def __init__(self) -> None:
@@ -30,15 +32,19 @@ class Quarantine:
             self._next()
         return self._suspects[0] if self._suspects else None
 
-    def died(self, running: Iterable[Sequence]) -> Sequence | None:
-        """The workers died while `running` ran. Returns the culprit, once there is no doubt."""
-        running = list(running)
-        if self.alone is not None and running == [self.alone]:
+    def died(self, computed: Iterable[Sequence], *, killed: bool = False) -> Sequence | None:
+        """The workers died while `computed` was computed. Returns the culprit, once there is no doubt.
+
+        `killed`: by a signal from outside.
+        """
+        computed = list(computed)
+        if self.alone is not None and computed == [self.alone]:
             self._solo_deaths += 1
-            return self.alone if self._solo_deaths >= _GUILTY_AFTER else None
-        self._blame = {seq: self._deaths(seq) for seq in running}
+            return self.alone if self._solo_deaths >= (_GUILTY_AFTER_KILLS if killed else _GUILTY_AFTER) else None
+        self._blame = {seq: blame for seq, blame in self._blame.items() if seq.status is not Status.ENDED}
+        self._blame |= {seq: self._deaths(seq) for seq in computed}
         known = set(self._suspects)
-        self._suspects += [s for s in running if self._blame[s][0] >= _SUSPECT_AFTER and s not in known]
+        self._suspects += [s for s in computed if self._blame[s][0] >= _SUSPECT_AFTER and s not in known]
         return None
 
     def _deaths(self, seq: Sequence) -> tuple[int, int]:

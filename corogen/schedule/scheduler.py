@@ -38,6 +38,11 @@ class Plan:
     #: those that got their slot with this step
     started: list[Sequence] = field(default_factory=list)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of its rows."""
+        return [*self.decode_rows, *self.prefill_rows]
+
     def message(self) -> StepInput:
         """The step as the workers get it."""
         slots = [seq.slot for seq in self.decode_rows]

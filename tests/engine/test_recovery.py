@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from corogen import recovery
 from corogen.errors import EngineClosed, StepFailed, WorkerDied, WorkerStartError
 from corogen.params import GenerationConfig
 from corogen.recovery import MAX_RESTARTS, State
@@ -130,3 +131,54 @@ async def test_abort_and_close_work_while_the_workers_are_down(monkeypatch):
         with pytest.raises(EngineClosed):
             await waiter
         assert engine.health.state is State.CLOSED
+
+
+class DiesAtRest(FakeExecutor):
+    async def start(self, spec, on_phase):
+        ready = await super().start(spec, on_phase)
+        self.starts = getattr(self, "starts", 0) + 1
+        if 1 < self.starts < 12:
+            asyncio.get_running_loop().call_soon(lambda: self.on_failure(WorkerDied(0, -9)))
+        return ready
+
+
+async def test_workers_that_die_at_rest_are_started_again_however_often(monkeypatch):
+    monkeypatch.setattr(recovery, "_BACKOFF_S", 0.0001)
+    executor = DiesAtRest(repeats_the_prompt)
+    async with make_engine(executor=executor) as engine:
+        executor.on_failure(WorkerDied(0, -9))
+        while executor.starts < 12:
+            await asyncio.sleep(0.001)
+        assert (await engine.generate("abc", NEW)).text == "abc" * 10
+        assert engine.health.state is State.READY
+
+
+async def test_only_the_step_that_was_computed_is_blamed():
+    """Others that run, and have no row in the fatal step, never run alone."""
+
+    class DiesOfPrefill(FakeExecutor):
+        def submit(self, step):
+            if any(row.token_ids[:1] == [33] for row in step.prefill):  # "!"
+                self.fail_at[step.step] = WorkerDied(0, -11)
+            super().submit(step)
+
+    async with make_engine(
+        executor=DiesOfPrefill(repeats_the_prompt), max_prefill_token_num=4, max_batch_size=4
+    ) as engine:
+        good = [asyncio.create_task(engine.generate(p, NEW)) for p in ("abc", "xyz")]
+        with pytest.raises(WorkerDied):
+            await engine.generate("!bad", NEW)
+        assert [(await task).text for task in good] == ["abc" * 10, "xyz" * 10]
+
+
+async def test_what_had_arrived_before_a_death_counts(monkeypatch):
+    executor = FakeExecutor(repeats_the_prompt, step_time_s=30.0)
+    async with make_engine(executor=executor) as engine:
+        stream = engine.stream("abc", NEW)
+        while not executor._queue:
+            await asyncio.sleep(0)
+        step, _ = executor._queue.popleft()
+        executor.on_result(executor._answer(step, None))
+        executor.on_failure(WorkerDied(0, -9))
+        assert (await anext(stream)).text == "a"
+        await stream.aclose()
