@@ -47,6 +47,7 @@ class WorkerProcess:
         self._silent = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self._last_words: asyncio.Task[None] | None = None
+        self._pipe: asyncio.ReadTransport | None = None
 
     @property
     def pid(self) -> int | None:
@@ -71,8 +72,9 @@ class WorkerProcess:
         threading.Thread(target=_reap, args=(process, loop, self._reaped), name="corogen-reaper", daemon=True).start()
         ours.setblocking(False)
         await loop.create_connection(lambda: self._channel, sock=ours)
-        if self._process.stdout is not None:
-            await loop.connect_read_pipe(lambda: _LineReader(self._heard, self._silent.set), self._process.stdout)
+        if process.stdout is not None:
+            reader = _LineReader(self._heard, self._silent.set)
+            self._pipe, _ = await loop.connect_read_pipe(lambda: reader, process.stdout)
 
     def send(self, message: ToWorker) -> None:
         """Queue one message for the worker."""
@@ -110,10 +112,18 @@ class WorkerProcess:
 
     async def _report(self, code: int) -> None:
         with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipe open
-            await asyncio.wait_for(self._silent.wait(), _LAST_WORDS_S)
+            if self._pipe is not None:
+                await asyncio.wait_for(self._silent.wait(), _LAST_WORDS_S)
+        self._close_pipe()
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(code)
             self._on_exit(code)
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        elif self._process is not None and self._process.stdout is not None:  # the start was given up before
+            self._process.stdout.close()
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:

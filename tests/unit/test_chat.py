@@ -124,10 +124,11 @@ def test_renders_as_transformers_does(reference, template, messages, options, pr
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
-def test_reasoning_reaches_the_template_under_each_of_its_names(reference, name):
+def test_reasoning_reaches_the_template_under_each_of_its_names(name):
+    """As in newer versions of transformers."""
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}"
     messages = [{"role": "assistant", "content": "x", name: "because"}]
-    assert ChatTemplate(template).render(messages) == reference(template, messages) == "because|because;"
+    assert ChatTemplate(template).render(messages) == "because|because;"
 
 
 def test_a_refusal_comes_with_the_templates_own_words():
