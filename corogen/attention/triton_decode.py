@@ -76,7 +76,9 @@ def decode_attention(
         **{**shape, **option_arguments(options, q)},
     )
     if splits > 1:
-        _combine[(batch, query_heads)](out, part, lengths, num_warps=1, **shape)
+        # programs that find nothing to do cost their start: few of them where most rows have a single share
+        each = 1 if batch * query_heads <= 2048 else heads.group
+        _combine[(batch, query_heads // each)](out, part, lengths, EACH=each, num_warps=1, **shape)
 
 
 def _splits(programs: int) -> tuple[int, int]:
@@ -85,7 +87,7 @@ def _splits(programs: int) -> tuple[int, int]:
         return 32, 128
     if programs <= 256:
         return 16, 256
-    return 16, 1024
+    return 8, 1024
 
 
 @triton.jit
@@ -182,18 +184,20 @@ def _combine(
     SPLITS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     _, _, count = _shares(tl.load(lengths + row), BLOCK, SPLITS, SPLIT_TOKENS, WINDOW)
     if count == 1:
         return
     split, dv = tl.arange(0, SPLITS), tl.arange(0, PADDED_V)
-    line = row.to(tl.int64) * HEADS + head
-    base = part + (line * SPLITS + split) * (DIM_V + 2)
-    high = tl.load(base + DIM_V, mask=split < count, other=float("-inf"))
-    total = tl.load(base + DIM_V + 1, mask=split < count, other=0.0)
-    weight = tl.exp2(high - tl.max(high, 0))
     wanted = (split < count)[:, None] & (dv < DIM_V)[None, :]
-    acc = tl.sum(tl.load(base[:, None] + dv[None, :], mask=wanted, other=0.0) * weight[:, None], 0)
-    acc = acc / tl.sum(total * weight, 0)
-    tl.store(out + line * DIM_V + dv, acc.to(out.dtype.element_ty), mask=dv < DIM_V)
+    for i in range(EACH):
+        line = row.to(tl.int64) * HEADS + tl.program_id(1) * EACH + i
+        base = part + (line * SPLITS + split) * (DIM_V + 2)
+        high = tl.load(base + DIM_V, mask=split < count, other=float("-inf"))
+        total = tl.load(base + DIM_V + 1, mask=split < count, other=0.0)
+        weight = tl.exp2(high - tl.max(high, 0))
+        acc = tl.sum(tl.load(base[:, None] + dv[None, :], mask=wanted, other=0.0) * weight[:, None], 0)
+        acc = acc / tl.sum(total * weight, 0)
+        tl.store(out + line * DIM_V + dv, acc.to(out.dtype.element_ty), mask=dv < DIM_V)

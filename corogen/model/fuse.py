@@ -34,6 +34,11 @@ class FusedProduct:
             self._source = None
         return part
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """All parts side by side."""
+        out: torch.Tensor = self._linear(x)
+        return out
+
 
 class FusedSlice(nn.Module):
     """Stands where one of the fused layers stood."""
@@ -41,11 +46,11 @@ class FusedSlice(nn.Module):
     def __init__(self, product: FusedProduct, index: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._product, self._index = product, index
+        self.product, self._index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features]; returns [..., out_features], a view of the fused product."""
-        return self._product.take(self._index, x)
+        return self.product.take(self._index, x)
 
 
 def fuse_and_pack(model: nn.Module) -> None:

@@ -8,19 +8,28 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
+from corogen.model.devices import kernels_work
+
 
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
+        """With a `dtype` of its own the weight is wider than what is normalised, and only the product is rounded."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._size, self._eps = weight.shape, eps
         self._few_operations = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._own_kernel = kernels_work(weight.device)
+        self._early = dtype is None
         self._eps_tensor = weight.new_full((), eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape and dtype."""
+        if self._own_kernel:
+            from corogen.model.triton_parts import rms_norm as one_kernel
+
+            return one_kernel(x, self.weight, self._eps, self._early)
         if not self._few_operations:
             return rms_norm(x, self._size, self.weight, self._eps)
         # torch has one fused kernel for this on a GPU, and none on a CPU; its vector_norm is one there
@@ -45,17 +54,20 @@ def _replacement(norm: nn.Module) -> RMSNorm | None:
         return None
     if not isinstance(eps, float) or len(inspect.signature(norm.forward).parameters) != 1:
         return None
-    candidates = [weight.detach()]
-    if weight.dtype == torch.float32:  # some families store the weight's distance from one; 16 bits would round that
-        candidates.append(weight.detach() + 1)
-    return next((ours for w in candidates if _agree(norm, ours := RMSNorm(w, eps))), None)
+    weight = weight.detach()
+    candidates = [RMSNorm(weight, eps)]
+    # some families store the weight's distance from one; 16 bits would round that
+    if weight.dtype == torch.float32:
+        candidates.append(RMSNorm(weight + 1, eps))
+    elif kernels_work(weight.device):
+        candidates.append(RMSNorm(weight.float() + 1, eps, weight.dtype))
+    return next((ours for ours in candidates if _agree(norm, ours, weight)), None)
 
 
-def _agree(norm: nn.Module, ours: RMSNorm) -> bool:
+def _agree(norm: nn.Module, ours: RMSNorm, weight: torch.Tensor) -> bool:
     """Whether both give the same for random input, up to rounding."""
-    weight = ours.weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, len(weight), generator=generator).mul_(3).to(weight.device, weight.dtype)
+    x = torch.randn(1, 6, len(weight), generator=generator).mul_(3).to(weight.device, weight.dtype)
     wanted, found = norm(x), ours(x)
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     return bool(wanted.dtype == found.dtype and torch.allclose(wanted, found, rtol=tolerance, atol=tolerance))

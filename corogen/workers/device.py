@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from corogen.errors import ConfigError
@@ -35,10 +33,3 @@ def _check_cuda(device: torch.device) -> None:
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
         raise ConfigError(f"devices names GPU {device.index}, and there are {count}: they are numbered from 0")
-
-
-def kernels_work(device: torch.device) -> bool:
-    """Whether our Triton kernels can be used; plain torch operations do the same elsewhere."""
-    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -15,6 +15,7 @@ from corogen.attention.triton_paged import DeviceBatch, TritonAttention
 from corogen.attention.triton_prefill import tokens_per_tile
 from corogen.model import hf
 from corogen.sample.sampler import sample
+from corogen.sample.triton_argmax import choose_best
 from corogen.wire.messages import PrefillRow, Sampling, SlotBlocks, SlotInit, StepInput
 from corogen.workers.device_kernels import apply_changes, prepare, remember
 from corogen.workers.graphs import GraphLadder, Outcome, ladder
@@ -119,8 +120,8 @@ class DeviceSteps:
         """One token for each of the first `size` rows of `_rows`."""
         rows = self._rows[:size]
         logits = self._forward(rows, None, size, None, torch.arange(size, device=self._device))
-        ids = torch.argmax(logits, -1, out=self._ids[:size])
-        remember(self._slots.last_tokens, rows, ids)
+        ids = self._ids[:size]
+        choose_best(logits, rows, self._slots.last_tokens, ids)
         return Outcome(logits, ids)
 
     def _mixed(self, decode: np.ndarray, prefill: Sequence[PrefillRow], targets: np.ndarray) -> Outcome:
@@ -135,8 +136,9 @@ class DeviceSteps:
         packed, tile, index, slots = torch.split(parts, sizes)
         packed = packed.view(3, -1)
         logits = self._forward(packed[0], packed[1:], len(decode), tile.view(-1, 4), index.long())
-        ids = logits.argmax(-1)
-        remember(self._slots.last_tokens, slots, ids)
+        ids = self._ids[: len(logits)]
+        if len(targets):
+            choose_best(logits, slots, self._slots.last_tokens, ids)
         return Outcome(logits, ids)
 
     def _forward(

@@ -13,13 +13,15 @@ from corogen.attention.cache import KVCache, TokenMajorCache, block_bytes, choos
 from corogen.attention.probe import LayerFacts
 from corogen.errors import ConfigError, ModelNotFound
 from corogen.model import gguf, hf
+from corogen.model.devices import kernels_work
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
+from corogen.model.gated import replace_feed_forwards
 from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
-from corogen.workers.device import choose_device, kernels_work
+from corogen.workers.device import choose_device
 from corogen.workers.host_steps import HostSteps
 from corogen.workers.pending import Limits, PendingTokens
 
@@ -89,6 +91,7 @@ class Runner:
         fuse_and_pack(model)
         replace_norms(model)
         hf.use_own_rotary(model)
+        replace_feed_forwards(model)
         own_memory(model, self._device)
         self._model = model
 

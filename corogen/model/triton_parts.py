@@ -1,0 +1,81 @@
+"""The small operations between a model's matrix products as single kernels, rounded where model classes round."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: N803 (constants of a kernel are written large)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> torch.Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension of x [1, T, n] or [1, T, heads, n].
+
+    With `early` the normalised value is rounded to x's dtype before the product with the weight.
+    """
+    heads = x.shape[2] if x.ndim == 4 else 1
+    size = x.shape[-1]
+    if x.stride(-1) != 1 or x.shape[0] != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm[(x.numel() // size,)](
+        x,
+        weight,
+        out,
+        x.stride(1),
+        x.stride(2) if x.ndim == 4 else 0,
+        eps,
+        HEADS=heads,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        EARLY=early,
+        num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
+    )
+    return out
+
+
+def silu_mul(both: torch.Tensor) -> torch.Tensor:
+    """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out."""
+    size = both.shape[-1] // 2
+    out = torch.empty((*both.shape[:-1], size), dtype=both.dtype, device=both.device)
+    block = min(1024, triton.next_power_of_2(size))
+    rows = both.numel() // (2 * size)
+    _silu_mul[(rows, triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    weight,
+    out,
+    token_stride,
+    head_stride,
+    eps,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    wide = tl.load(x + row // HEADS * token_stride + row % HEADS * head_stride + i, mask=inside, other=0.0)
+    wide = wide.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    if EARLY:
+        scaled = scaled.to(out.dtype.element_ty).to(tl.float32)
+    result = scaled * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + i, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    gate = tl.load(both + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + i, (active * up).to(out.dtype.element_ty), mask=inside)
