@@ -23,19 +23,43 @@ class RMSNorm(nn.Module):
         self._own_kernel = kernels_work(weight.device)
         self._early = dtype is None
         self._eps_tensor = weight.new_full((), eps)
+        self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape and dtype."""
         if self._own_kernel:
-            from corogen.model.triton_parts import rms_norm as one_kernel
-
-            return one_kernel(x, self.weight, self._eps, self._early)
+            return self._one_kernel(x)
         if not self._few_operations:
             return rms_norm(x, self._size, self.weight, self._eps)
         # torch has one fused kernel for this on a GPU, and none on a CPU; its vector_norm is one there
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size[0]).rsqrt_()
         return (x * scale).mul_(self.weight)
+
+    def _one_kernel(self, x: torch.Tensor) -> torch.Tensor:
+        from corogen.model.triton_parts import rms_norm as one_kernel
+
+        known, self._known = self._known, None
+        if known is not None and known[0] is x:
+            return known[1]
+        return one_kernel(x, self.weight, self._eps, self._early)
+
+    @property
+    def adds(self) -> bool:
+        """Whether `after_sum` can be used."""
+        return self._own_kernel
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + residual, and its norm, in one kernel."""
+        from corogen.model.triton_parts import sum_and_rms_norm
+
+        return sum_and_rms_norm(x, residual, self.weight, self._eps, self._early)
+
+    def sum_for_later(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x + residual. If the very tensor is what this norm is called with next, its result is there already."""
+        total, normed = self.after_sum(x, residual)
+        self._known = total, normed
+        return total
 
 
 def replace_norms(model: nn.Module) -> None:

@@ -35,6 +35,28 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> 
     return out
 
 
+def sum_and_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, early: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + residual, rounded, and the norm of that; both [1, T, n]."""
+    size = x.shape[-1]
+    x, residual = x.contiguous(), residual.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _sum_and_rms_norm[(x.numel() // size,)](
+        x,
+        residual,
+        weight,
+        total,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        EARLY=early,
+        num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
+    )
+    return total, out
+
+
 def silu_mul(both: torch.Tensor) -> torch.Tensor:
     """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out."""
     size = both.shape[-1] // 2
@@ -68,6 +90,25 @@ def _rms_norm(
         scaled = scaled.to(out.dtype.element_ty).to(tl.float32)
     result = scaled * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + i, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_and_rms_norm(
+    x, residual, weight, total, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    wide = tl.load(x + start + i, mask=inside, other=0.0).to(tl.float32)
+    wide += tl.load(residual + start + i, mask=inside, other=0.0).to(tl.float32)
+    rounded = wide.to(out.dtype.element_ty)
+    tl.store(total + start + i, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    if EARLY:
+        scaled = scaled.to(out.dtype.element_ty).to(tl.float32)
+    result = scaled * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + start + i, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

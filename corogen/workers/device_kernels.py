@@ -18,7 +18,7 @@ def apply_changes(state: torch.Tensor, changes: torch.Tensor, count: int) -> Non
 
 def prepare(
     token_slots: torch.Tensor,
-    fresh: torch.Tensor | None,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None,
     tables: torch.Tensor,
     lengths: torch.Tensor,
     last_tokens: torch.Tensor,
@@ -32,12 +32,12 @@ def prepare(
     """Fill `ids`, `positions` (int64) and `places` (int32) of T tokens, and `row_lengths` of the first B.
 
     `token_slots` [T] are slots or -1. A decode row takes its token, position and length from its slot, whose length
-    grows by one. `fresh` [2, T] are the others' positions (-1 for a decode row) and ids; None: all are decode rows.
+    grows by one. `fresh` are the others' positions (-1 for a decode row) and ids, [T] each; None: all are decode rows.
     """
     count = token_slots.shape[0]
     _prepare[(triton.cdiv(count, _BLOCK),)](
         token_slots,
-        token_slots if fresh is None else fresh,
+        *(fresh or (token_slots, token_slots)),
         tables,
         lengths,
         last_tokens,
@@ -72,7 +72,8 @@ def _apply_changes(state, changes, count, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "row_count", "last_position"])
 def _prepare(
     token_slots,
-    fresh,
+    fresh_positions,
+    fresh_ids,
     tables,
     lengths,
     last_tokens,
@@ -94,7 +95,7 @@ def _prepare(
     real = slot >= 0
     decode = real
     if not ALL_DECODE:
-        given = tl.load(fresh + i, mask=inside, other=0)
+        given = tl.load(fresh_positions + i, mask=inside, other=0)
         decode = real & (given < 0)
     position = tl.load(lengths + slot, mask=decode, other=0)
     token = tl.load(last_tokens + slot, mask=decode, other=0)
@@ -102,10 +103,10 @@ def _prepare(
     tl.store(row_lengths + i, tl.where(decode, position + 1, 0), mask=inside & (i < row_count))
     if not ALL_DECODE:
         position = tl.where(decode, position, tl.maximum(given, 0))
-        token = tl.where(decode, token, tl.load(fresh + count + i, mask=inside, other=0))
+        token = tl.where(decode, token, tl.load(fresh_ids + i, mask=inside, other=0))
     block = tl.load(tables + tl.maximum(slot, 0).to(tl.int64) * table_width + position // PAGE, mask=real, other=0)
     tl.store(places + i, tl.where(real, block * PAGE + position % PAGE, -1), mask=inside)
-    tl.store(ids + i, token.to(tl.int64), mask=inside)
+    tl.store(ids + i, tl.where(real, token, 0).to(tl.int64), mask=inside)
     # a sequence that ended at the last position may be in one more step, whose token nobody wants
     tl.store(positions + i, tl.minimum(position, last_position).to(tl.int64), mask=inside)
 

@@ -14,13 +14,17 @@ from corogen.attention.probe import LayerFacts
 from corogen.attention.triton_paged import DeviceBatch, TritonAttention
 from corogen.attention.triton_prefill import tokens_per_tile
 from corogen.model import hf
-from corogen.sample.sampler import sample
+from corogen.sample.sampler import SampleRow, sample
 from corogen.sample.triton_argmax import choose_best
 from corogen.wire.messages import PrefillRow, Sampling, SlotBlocks, SlotInit, StepInput
 from corogen.workers.device_kernels import apply_changes, prepare, remember
-from corogen.workers.graphs import GraphLadder, Outcome, ladder
+from corogen.workers.graphs import MAX_CAPTURED_TOKENS, GraphLadder, GraphPool, Outcome, batch_sizes, token_counts
+from corogen.workers.packing import Parts, Shape, arrays_of, pack, shape_of, unpack
 from corogen.workers.pending import Limits, PendingTokens
 from corogen.workers.resident import ResidentSlots
+
+#: sampling that takes every path of the sampler
+_DEMANDING = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 
 
 class DeviceSteps:
@@ -33,9 +37,10 @@ class DeviceSteps:
         self._turns = all(f.turned_last for f in layers)
         self._tile_tokens = tokens_per_tile(max(f.group for f in layers))
         self._slots = ResidentSlots(limits.max_slots, limits.max_len, block_size, limits.vocab_size, device)
-        self._graphs = GraphLadder(device)
+        self._graphs, self._prompt_graphs = GraphLadder(), GraphLadder()
         #: what graphs read: slots of the decode rows, -1 behind them
         self._rows = torch.full((limits.max_slots,), -1, dtype=torch.int32, device=device)
+        self._inbox = torch.full((self._shape(MAX_CAPTURED_TOKENS).total,), -1, dtype=torch.int32, device=device)
         self._ids = torch.zeros(limits.max_slots, dtype=torch.long, device=device)
 
     # --- start-up ----------------------------------------------------------------------------------------------------
@@ -54,7 +59,8 @@ class DeviceSteps:
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         self.launch(self._largest_step()).wait()
-        self._decode(self._limits.max_slots)
+        outcome = self._decode(self._limits.max_slots)
+        sample(outcome.logits, [SampleRow(_DEMANDING, 0)] * len(outcome.logits))
         torch.cuda.synchronize(self._device)
         self._slots.clear()
         return torch.cuda.max_memory_allocated(self._device) - before
@@ -73,13 +79,19 @@ class DeviceSteps:
         return StepInput(0, 0, init, blocks, [], rows)
 
     def capture(self) -> list[str]:
-        """Record decode steps of a ladder of batch sizes. Returns warnings: not every model can be captured."""
+        """Record decode steps and small steps with prompts at a ladder of sizes each.
+
+        Returns warnings: not every model can be captured.
+        """
+        pool, limits = GraphPool(self._device), self._limits
+        decode, prompts = GraphLadder(), GraphLadder()
         try:
-            self._graphs.capture(ladder(self._limits.max_slots), self._decode)
+            prompts.capture(token_counts(limits.max_step_tokens), pool, self._captured_tokens)
+            decode.capture(batch_sizes(limits.max_slots), pool, self._decode)
         except RuntimeError as error:
-            self._graphs = GraphLadder(self._device)
             torch.cuda.synchronize(self._device)
             return [f"no CUDA graphs, so steps are slow: this model can not be captured ({error})"]
+        self._graphs, self._prompt_graphs = decode, prompts
         return []
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -94,7 +106,7 @@ class DeviceSteps:
         targets = np.array([*step.decode, *(r.slot for r in step.prefill if r.sample)], np.int32)
         ends = slots.ends(decode, step.prefill)
         size = None if step.prefill else self._graphs.fit(len(decode))
-        outcome = self._mixed(decode, step.prefill, targets) if size is None else self._replay(size, decode)
+        outcome = self._with_prompts(decode, step.prefill, targets) if size is None else self._replay(size, decode)
         ids = self.choose(outcome, targets, ends)
         slots.advance(decode)
         return PendingTokens(ids)
@@ -124,42 +136,52 @@ class DeviceSteps:
         choose_best(logits, rows, self._slots.last_tokens, ids)
         return Outcome(logits, ids)
 
-    def _mixed(self, decode: np.ndarray, prefill: Sequence[PrefillRow], targets: np.ndarray) -> Outcome:
-        """Any step, without a graph."""
+    def _with_prompts(self, decode: np.ndarray, prefill: Sequence[PrefillRow], targets: np.ndarray) -> Outcome:
         for row in prefill:
             self._slots.set_length(row.slot, row.start + len(row.token_ids))
         self._send_changes()
-        tokens, tiles, at = _packed(decode, prefill, self._tile_tokens)
-        at = at if len(at) else np.array([tokens.shape[1] - 1], np.int32)
-        parts = self._upload(np.concatenate([tokens.ravel(), tiles.ravel(), at, targets]))
-        sizes = [tokens.size, tiles.size, len(at), len(targets)]
-        packed, tile, index, slots = torch.split(parts, sizes)
-        packed = packed.view(3, -1)
-        logits = self._forward(packed[0], packed[1:], len(decode), tile.view(-1, 4), index.long())
+        arrays = arrays_of(decode, prefill, self._tile_tokens, targets)
+        size = self._prompt_graphs.fit(len(arrays.slots))
+        if size is not None and self._shape(size).fits(arrays):
+            packed = pack(arrays, self._shape(size))
+            self._inbox[: len(packed)].copy_(_pinned(packed), non_blocking=True)
+            return self._prompt_graphs.replay(size)
+        shape = shape_of(arrays)
+        return self._tokens(unpack(self._upload(pack(arrays, shape)), shape), len(decode), bool(prefill))
+
+    def _shape(self, tokens: int) -> Shape:
+        """Shape of a captured step: room for 64 prompts' last tiles."""
+        return Shape(tokens, tokens // self._tile_tokens + min(64, tokens), min(tokens, self._limits.max_slots))
+
+    def _captured_tokens(self, size: int) -> Outcome:
+        """What `_inbox` holds in the shape of `size` tokens."""
+        shape = self._shape(size)
+        return self._tokens(unpack(self._inbox, shape), shape.rows, True)
+
+    def _tokens(self, parts: Parts, num_rows: int, prompts: bool) -> Outcome:
+        """Any step; its decode rows are among the first `num_rows` tokens."""
+        fresh = parts.positions, parts.ids
+        logits = self._forward(parts.slots, fresh, num_rows, parts.tiles if prompts else None, parts.at.long())
         ids = self._ids[: len(logits)]
-        if len(targets):
-            choose_best(logits, slots, self._slots.last_tokens, ids)
+        choose_best(logits, parts.targets, self._slots.last_tokens, ids)
         return Outcome(logits, ids)
 
     def _forward(
         self,
         token_slots: torch.Tensor,
-        fresh: torch.Tensor | None,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
         num_rows: int,
         tiles: torch.Tensor | None,
         at: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [len(at), vocabulary]; the first `num_rows` tokens are decode rows, see `prepare`."""
+        """Logits [len(at), vocabulary]; decode rows are among the first `num_rows` tokens, see `prepare`."""
         slots, count = self._slots, token_slots.shape[0]
-        ids, positions = torch.empty(2, count, dtype=torch.long, device=self._device)
-        places, lengths = torch.empty(2, count, dtype=torch.int32, device=self._device)
-        lengths, limit = lengths[:num_rows], self._limits.last_position
-        state = slots.tables, slots.lengths, slots.last_tokens
+        # each a tensor of its own: kernels are compiled anew for pointers that are aligned otherwise
+        ids, positions = (torch.empty(count, dtype=torch.long, device=self._device) for _ in range(2))
+        places, lengths = (torch.empty(n, dtype=torch.int32, device=self._device) for n in (count, num_rows))
+        state, limit = (slots.tables, slots.lengths, slots.last_tokens), self._limits.last_position
         prepare(token_slots, fresh, *state, self._block_size, limit, ids, positions, places, lengths)
-        rows = token_slots[:num_rows]
-        batch = DeviceBatch(
-            slots.tables, places, rows, lengths, tiles if tiles is not None and len(tiles) else None, self._tile_tokens
-        )
+        batch = DeviceBatch(slots.tables, places, token_slots[:num_rows], lengths, tiles, self._tile_tokens)
         with forward_context(TritonAttention(self._cache, batch, self._turns)):
             return hf.forward(self._model, ids, positions, at)
 
@@ -174,25 +196,3 @@ class DeviceSteps:
 
 def _pinned(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array).pin_memory()
-
-
-def _packed(
-    decode: np.ndarray, prefill: Sequence[PrefillRow], tile_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots, positions and ids of all tokens [3, T], tiles [n, 4], and where the rows stand that get a token."""
-    columns, tiles, at = [np.stack([decode, np.full_like(decode, -1), np.zeros_like(decode)])], [], []
-    first = len(decode)
-    for row in prefill:
-        count = len(row.token_ids)
-        columns.append(np.stack([np.full(count, row.slot), row.start + np.arange(count), row.token_ids]))
-        begin = np.arange(0, count, tile_tokens)
-        tile = np.stack(
-            [np.full_like(begin, row.slot), first + begin, np.minimum(count - begin, tile_tokens), row.start + begin]
-        )
-        tiles.append(tile.T)
-        first += count
-        if row.sample:
-            at.append(first - 1)
-    tile_rows = np.concatenate(tiles) if tiles else np.zeros((0, 4), np.int64)
-    places = np.array([*range(len(decode)), *at], np.int32)
-    return np.concatenate(columns, 1).astype(np.int32), tile_rows.astype(np.int32), places

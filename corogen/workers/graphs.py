@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+#: steps with more tokens keep the device busy without a graph
+MAX_CAPTURED_TOKENS = 2048
 
 
 class Outcome(NamedTuple):
@@ -16,39 +20,46 @@ class Outcome(NamedTuple):
     ids: torch.Tensor
 
 
-class GraphLadder:
-    """The smallest captured size that is large enough is replayed.
-
-    Everything is captured on one stream into one pool of memory, largest first, so that all sizes share the memory
-    of the largest: results of one replay are overwritten by the next.
-    """
+class GraphPool:
+    """Captures on one stream into one pool of memory, which all graphs share: a replay overwrites what the one before
+    it gave. The largest graph must be captured first, or each larger one takes more memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+        """Record what `body` does. It must read and write fixed tensors, and never wait for the device.
+
+        Raises:
+            RuntimeError: it can not be captured.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            body()  # kernels are compiled and libraries set up outside of the capture
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits, ids = body()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph, Outcome(_alias(logits), ids)
+
+
+class GraphLadder:
+    """Graphs of one computation at several sizes; the smallest that is large enough is replayed."""
+
+    def __init__(self) -> None:
         self._sizes: list[int] = []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
 
-    def capture(self, sizes: Sequence[int], body: Callable[[int], Outcome]) -> None:
-        """Capture `body(size)` for every size. It must read and write fixed tensors, and never wait for the device.
-
-        Raises:
-            RuntimeError: the computation can not be captured.
-        """
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
-            for size in sorted(sizes, reverse=True):
-                body(size)  # kernels are compiled and libraries set up outside of the capture
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    logits, ids = body(size)
-                finally:
-                    graph.capture_end()
-                self._graphs[size] = graph, Outcome(_alias(logits), ids)
-                del logits
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+    def capture(self, sizes: Sequence[int], pool: GraphPool, body: Callable[[int], Outcome]) -> None:
+        """Capture `body(size)` for every size, largest first. Raises RuntimeError if that can not be done."""
+        for size in sorted(sizes, reverse=True):
+            self._graphs[size] = pool.capture(functools.partial(body, size))
         self._sizes = sorted(sizes)
 
     def fit(self, count: int) -> int | None:
@@ -83,8 +94,14 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
-def ladder(largest: int) -> list[int]:
-    """Batch sizes up to `largest`: powers of two, then steps of at most a third."""
+def batch_sizes(largest: int) -> list[int]:
+    """Sizes of decode batches up to `largest`: powers of two, then steps of at most a third."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     sizes += range(320, largest + 1, 64)
     return sorted({s for s in sizes if s < largest} | {largest})
+
+
+def token_counts(largest: int) -> list[int]:
+    """Sizes of steps with prompts, in tokens."""
+    sizes = [16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, MAX_CAPTURED_TOKENS + 1, 256)]
+    return [s for s in sizes if s <= largest]

@@ -17,6 +17,7 @@ from corogen.model.devices import kernels_work
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
 from corogen.model.gated import replace_feed_forwards
+from corogen.model.layers import fuse_layer_sums
 from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
@@ -92,6 +93,7 @@ class Runner:
         replace_norms(model)
         hf.use_own_rotary(model)
         replace_feed_forwards(model)
+        fuse_layer_sums(model)
         own_memory(model, self._device)
         self._model = model
 
