@@ -26,6 +26,17 @@ class Options(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys, head by head, that a layer leaves to its attention."""
+
+    #: [D] each
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+    #: the normalised value is rounded before the product with the weight
+    early: bool
+
+
 class Context(Protocol):
     """Computes attention for the batch of the running forward."""
 

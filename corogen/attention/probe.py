@@ -33,12 +33,14 @@ class Probe:
     def __init__(self) -> None:
         self.layers: list[LayerFacts] = []
         self._turned: Pair | None = None
+        self._even = True
 
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable[[], Pair]
     ) -> Pair:
         """At once, and remember what came out."""
         self._turned = turn()
+        self._even &= cos.dtype == q.dtype and q.shape[-1] % 2 == 0
         return self._turned
 
     def attend(
@@ -51,7 +53,7 @@ class Probe:
             self.reject(f"has {q.shape[1]} query heads for {k.shape[1]} key heads")
         object.__setattr__(module, "corogen_layer", len(self.layers))
         turned, self._turned = self._turned, None
-        last = turned is None or (turned[0] is q and turned[1] is k)
+        last = self._even and (turned is None or (turned[0] is q and turned[1] is k))
         self.layers.append(
             LayerFacts(k.shape[1], k.shape[3], v.shape[3], options.window, q.shape[1] // k.shape[1], last)
         )

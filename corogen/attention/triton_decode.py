@@ -33,12 +33,14 @@ def decode_attention(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     tables: torch.Tensor,
+    arrived: torch.Tensor,
     options: Options,
 ) -> None:
     """Fill `out` [T, Hq, Dv] for the first len(rows) tokens of q [1, Hq, T, D].
 
     `rows` [B] are the rows of `tables` [slots, width]; `lengths` [B] are the keys each sees, its own token included.
-    A row of length 0 gets zeros. Keys and values are [blocks, block_size, Hkv, D].
+    A row of length 0 gets zeros. Keys and values are [blocks, block_size, Hkv, D]. `arrived` [at least B * Hkv] counts
+    the shares of a row that are done; it is zero before and after.
     """
     heads, batch = heads_of(q, keys, values), rows.shape[0]
     splits, split_tokens = _splits(batch * heads.kv_heads)
@@ -59,6 +61,7 @@ def decode_attention(
         values,
         out,
         part,
+        arrived,
         rows,
         lengths,
         tables,
@@ -75,10 +78,6 @@ def decode_attention(
         num_stages=5 if heads.block * heads.key_padded * keys.element_size() <= 8192 else 3,
         **{**shape, **option_arguments(options, q)},
     )
-    if splits > 1:
-        # programs that find nothing to do cost their start: few of them where most rows have a single share
-        each = 1 if batch * query_heads <= 2048 else heads.group
-        _combine[(batch, query_heads // each)](out, part, lengths, EACH=each, num_warps=1, **shape)
 
 
 def _splits(programs: int) -> tuple[int, int]:
@@ -109,6 +108,7 @@ def _decode(
     values,
     out,
     part,
+    arrived,
     rows,
     lengths,
     tables,
@@ -170,34 +170,26 @@ def _decode(
         tl.store(base[:, None] + dv[None, :], acc, mask=stored)
         tl.store(base + DIM_V, high, mask=g < GROUP)
         tl.store(base + DIM_V + 1, total, mask=g < GROUP)
+        tl.debug_barrier()  # all of this program's parts are written before it counts itself
+        done = arrived + row * KV_HEADS + kv_head
+        if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
+            tl.store(done, 0)
+            for i in range(GROUP):
+                one = row.to(tl.int64) * HEADS + kv_head * GROUP + i
+                _combine(part + one * SPLITS * (DIM_V + 2), out + one * DIM_V, count, DIM_V, PADDED_V, SPLITS)
 
 
 @triton.jit
-def _combine(
-    out,
-    part,
-    lengths,
-    HEADS: tl.constexpr,
-    DIM_V: tl.constexpr,
-    PADDED_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    row = tl.program_id(0)
-    _, _, count = _shares(tl.load(lengths + row), BLOCK, SPLITS, SPLIT_TOKENS, WINDOW)
-    if count == 1:
-        return
+def _combine(parts, out, count, DIM_V: tl.constexpr, PADDED_V: tl.constexpr, SPLITS: tl.constexpr):
+    """Add up one head's shares: `parts` and `out` are where the head's begin."""
     split, dv = tl.arange(0, SPLITS), tl.arange(0, PADDED_V)
-    wanted = (split < count)[:, None] & (dv < DIM_V)[None, :]
-    for i in range(EACH):
-        line = row.to(tl.int64) * HEADS + tl.program_id(1) * EACH + i
-        base = part + (line * SPLITS + split) * (DIM_V + 2)
-        high = tl.load(base + DIM_V, mask=split < count, other=float("-inf"))
-        total = tl.load(base + DIM_V + 1, mask=split < count, other=0.0)
-        weight = tl.exp2(high - tl.max(high, 0))
-        acc = tl.sum(tl.load(base[:, None] + dv[None, :], mask=wanted, other=0.0) * weight[:, None], 0)
-        acc = acc / tl.sum(total * weight, 0)
-        tl.store(out + line * DIM_V + dv, acc.to(out.dtype.element_ty), mask=dv < DIM_V)
+    here = parts + split * (DIM_V + 2)
+    wanted = split < count
+    # past the first-level cache, which may hold what was there before another program wrote
+    high = tl.load(here + DIM_V, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(here + DIM_V + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+    both = wanted[:, None] & (dv < DIM_V)[None, :]
+    acc = tl.load(here[:, None] + dv[None, :], mask=both, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(high - tl.max(high, 0))
+    acc = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + dv, acc.to(out.dtype.element_ty), mask=dv < DIM_V)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from corogen.attention.base import Options, Pair
+from corogen.attention.base import HeadNorms, Options, Pair
 from corogen.attention.cache import TokenMajorCache
 from corogen.attention.triton_decode import decode_attention
 from corogen.attention.triton_prefill import prefill_attention
@@ -28,6 +28,8 @@ class DeviceBatch(NamedTuple):
     #: [n, 4], see `prefill_attention`; None: decode rows only
     tiles: torch.Tensor | None
     tile_tokens: int
+    #: [rows * kv_heads], zeros, see `decode_attention`
+    arrived: torch.Tensor
 
 
 class TritonAttention:
@@ -45,9 +47,9 @@ class TritonAttention:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable[[], Pair]
     ) -> Pair:
         """Leave q and k as they are for the layer's `attend`, or turn them now."""
-        if not self._turns or cos.dtype != q.dtype or cos.shape[-1] % 2 or not cos.is_contiguous():
+        if not self._turns:
             return turn()
-        self._pending = (q, k, (cos, sin.contiguous()))
+        self._pending = (q, k, (cos.to(q.dtype).contiguous(), sin.to(q.dtype).contiguous()))
         return q, k
 
     def _angles(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -67,10 +69,11 @@ class TritonAttention:
         angles, batch = self._angles(q, k), self._batch
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        store(q, k, v, keys, values, batch.places, angles)
+        norms: HeadNorms | None = module.__dict__.get("corogen_norms")
+        store(q, k, v, keys, values, batch.places, angles, norms)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if batch.rows.shape[0]:
-            decode_attention(q, keys, values, out, batch.rows, batch.lengths, batch.tables, options)
+            decode_attention(q, keys, values, out, batch.rows, batch.lengths, batch.tables, batch.arrived, options)
         if batch.tiles is not None:
             prefill_attention(q, keys, values, out, batch.tiles, batch.tile_tokens, batch.tables, options)
         return out[None]

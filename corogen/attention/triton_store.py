@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from corogen.attention.base import HeadNorms
 from corogen.attention.triton_parts import padded
 
 
@@ -19,13 +20,15 @@ def store(
     values: torch.Tensor,
     places: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Store k and v [1, Hkv, T, D] at `places` [T] (block * block_size + offset, or -1 for nowhere).
 
-    With `angles` (cosines and sines, [1, T, D] each, in the dtype of q) q is turned in place, and k as it is stored.
-    Every product is rounded to the dtype, as model classes do.
+    With `angles` (cosines and sines, [1, T, D] each, in the dtype of q) q is turned in place, and k as it is stored;
+    with `norms` too, both are normalised before. Every product is rounded to the dtype, as model classes do.
     """
     cos, sin = angles or (q, q)
+    q_weight, k_weight, eps, early = norms or (q, q, 0.0, True)
     kv_heads, dim, value_dim = k.shape[1], k.shape[3], v.shape[3]
     group = q.shape[1] // kv_heads
     _store[(places.shape[0], kv_heads)](
@@ -34,9 +37,12 @@ def store(
         v,
         cos,
         sin,
+        q_weight,
+        k_weight,
         keys,
         values,
         places,
+        eps,
         q.stride(2),
         q.stride(1),
         k.stride(2),
@@ -52,6 +58,8 @@ def store(
         DIM_V=value_dim,
         PADDED_V=padded(value_dim),
         TURN=angles is not None,
+        NORM=norms is not None,
+        EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
     )
@@ -67,15 +75,32 @@ def _turned(a, b, cos, sin, sign: tl.constexpr):
 
 
 @triton.jit
+def _squares(x, axis: tl.constexpr):
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis)
+
+
+@triton.jit
+def _weighted(x, scale, weight, EARLY: tl.constexpr):
+    scaled = x.to(tl.float32) * scale
+    if EARLY:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    return (scaled * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def _store(
     q,
     k,
     v,
     cos,
     sin,
+    q_weight,
+    k_weight,
     keys,
     values,
     places,
+    eps,
     q_token,
     q_head,
     k_token,
@@ -91,6 +116,8 @@ def _store(
     DIM_V: tl.constexpr,
     PADDED_V: tl.constexpr,
     TURN: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(places + token).to(tl.int64)
@@ -108,13 +135,21 @@ def _store(
         cos_b = tl.load(cos + token * DIM + DIM // 2 + d, mask=inside)
         sin_a = tl.load(sin + token * DIM + d, mask=inside)
         sin_b = tl.load(sin + token * DIM + DIM // 2 + d, mask=inside)
-        a, b = tl.load(old + d, mask=inside), tl.load(old + DIM // 2 + d, mask=inside)
+        a, b = tl.load(old + d, mask=inside, other=0.0), tl.load(old + DIM // 2 + d, mask=inside, other=0.0)
+        if NORM:
+            scale = tl.rsqrt((_squares(a, 0) + _squares(b, 0)) / DIM + eps)
+            a = _weighted(a, scale, tl.load(k_weight + d, mask=inside, other=0.0), EARLY)
+            b = _weighted(b, scale, tl.load(k_weight + DIM // 2 + d, mask=inside, other=0.0), EARLY)
         tl.store(new + d, _turned(a, b, cos_a, sin_a, -1.0), mask=inside & real)
         tl.store(new + DIM // 2 + d, _turned(b, a, cos_b, sin_b, 1.0), mask=inside & real)
         g = tl.arange(0, ROWS)
         wanted = (g < GROUP)[:, None] & inside[None, :]
         at = q + token * q_token + (head * GROUP + g)[:, None] * q_head + d[None, :]
-        a, b = tl.load(at, mask=wanted), tl.load(at + DIM // 2, mask=wanted)
+        a, b = tl.load(at, mask=wanted, other=0.0), tl.load(at + DIM // 2, mask=wanted, other=0.0)
+        if NORM:
+            scale = tl.rsqrt((_squares(a, 1) + _squares(b, 1)) / DIM + eps)[:, None]
+            a = _weighted(a, scale, tl.load(q_weight + d, mask=inside, other=0.0)[None, :], EARLY)
+            b = _weighted(b, scale, tl.load(q_weight + DIM // 2 + d, mask=inside, other=0.0)[None, :], EARLY)
         tl.store(at, _turned(a, b, cos_a[None, :], sin_a[None, :], -1.0), mask=wanted)
         tl.store(at + DIM // 2, _turned(b, a, cos_b[None, :], sin_b[None, :], 1.0), mask=wanted)
     else:

@@ -18,10 +18,10 @@ class RMSNorm(nn.Module):
         """With a `dtype` of its own the weight is wider than what is normalised, and only the product is rounded."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._size, self._eps = weight.shape, eps
+        self._size, self.eps = weight.shape, eps
         self._few_operations = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._own_kernel = kernels_work(weight.device)
-        self._early = dtype is None
+        self.early = dtype is None
         self._eps_tensor = weight.new_full((), eps)
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         if self._own_kernel:
             return self._one_kernel(x)
         if not self._few_operations:
-            return rms_norm(x, self._size, self.weight, self._eps)
+            return rms_norm(x, self._size, self.weight, self.eps)
         # torch has one fused kernel for this on a GPU, and none on a CPU; its vector_norm is one there
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, norm, norm, value=1 / self._size[0]).rsqrt_()
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         known, self._known = self._known, None
         if known is not None and known[0] is x:
             return known[1]
-        return one_kernel(x, self.weight, self._eps, self._early)
+        return one_kernel(x, self.weight, self.eps, self.early)
 
     @property
     def adds(self) -> bool:
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         """x + residual, and its norm, in one kernel."""
         from corogen.model.triton_parts import sum_and_rms_norm
 
-        return sum_and_rms_norm(x, residual, self.weight, self._eps, self._early)
+        return sum_and_rms_norm(x, residual, self.weight, self.eps, self.early)
 
     def sum_for_later(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x + residual. If the very tensor is what this norm is called with next, its result is there already."""

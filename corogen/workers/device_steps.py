@@ -14,6 +14,7 @@ from corogen.attention.probe import LayerFacts
 from corogen.attention.triton_paged import DeviceBatch, TritonAttention
 from corogen.attention.triton_prefill import tokens_per_tile
 from corogen.model import hf
+from corogen.model.head_norms import leave_norms_to_attention
 from corogen.sample.sampler import SampleRow, sample
 from corogen.sample.triton_argmax import choose_best
 from corogen.wire.messages import PrefillRow, Sampling, SlotBlocks, SlotInit, StepInput
@@ -35,12 +36,16 @@ class DeviceSteps:
     ) -> None:
         self._model, self._limits, self._block_size, self._device = model, limits, block_size, device
         self._turns = all(f.turned_last for f in layers)
+        if self._turns:
+            leave_norms_to_attention(model, device)
         self._tile_tokens = tokens_per_tile(max(f.group for f in layers))
         self._slots = ResidentSlots(limits.max_slots, limits.max_len, block_size, limits.vocab_size, device)
         self._graphs, self._prompt_graphs = GraphLadder(), GraphLadder()
         #: what graphs read: slots of the decode rows, -1 behind them
         self._rows = torch.full((limits.max_slots,), -1, dtype=torch.int32, device=device)
         self._inbox = torch.full((self._shape(MAX_CAPTURED_TOKENS).total,), -1, dtype=torch.int32, device=device)
+        heads = max(f.kv_heads for f in layers)
+        self._arrived = torch.zeros(limits.max_slots * heads, dtype=torch.int32, device=device)
         self._ids = torch.zeros(limits.max_slots, dtype=torch.long, device=device)
 
     # --- start-up ----------------------------------------------------------------------------------------------------
@@ -181,7 +186,9 @@ class DeviceSteps:
         places, lengths = (torch.empty(n, dtype=torch.int32, device=self._device) for n in (count, num_rows))
         state, limit = (slots.tables, slots.lengths, slots.last_tokens), self._limits.last_position
         prepare(token_slots, fresh, *state, self._block_size, limit, ids, positions, places, lengths)
-        batch = DeviceBatch(slots.tables, places, token_slots[:num_rows], lengths, tiles, self._tile_tokens)
+        batch = DeviceBatch(
+            slots.tables, places, token_slots[:num_rows], lengths, tiles, self._tile_tokens, self._arrived
+        )
         with forward_context(TritonAttention(self._cache, batch, self._turns)):
             return hf.forward(self._model, ids, positions, at)
 

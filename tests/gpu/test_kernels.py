@@ -81,7 +81,10 @@ def both(layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full((len(tokens), heads, dim_v), float("nan"), dtype=dtype, device="cuda")
     store(q, k, v, keys, values, places, (cos, sin) if layer.turned else None)
     rows, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (range(len(LENGTHS)), LENGTHS))
-    decode_attention(q, keys, values, out, rows, lengths, tables, options)
+    arrived = torch.zeros(len(rows) * kv, dtype=torch.int32, device="cuda")
+    for _ in range(3):  # the counter of shares must be as it was
+        decode_attention(q, keys, values, out, rows, lengths, tables, arrived, options)
+    assert not arrived.any()
     tile_tokens, tile_list = tiles(heads // kv)
     prefill_attention(q, keys, values, out, tile_list, tile_tokens, tables, options)
     flat = keys.view(-1, kv, dim), values.view(-1, kv, dim_v)
@@ -109,8 +112,7 @@ def tiles(group: int) -> tuple[int, torch.Tensor]:
 
     size, first, found = tokens_per_tile(group), len(LENGTHS), []
     for i, (start, count) in enumerate(CHUNKS):
-        for at in range(0, count, size):
-            found.append((len(LENGTHS) + i, first + at, min(size, count - at), start + at))
+        found += [(len(LENGTHS) + i, first + a, min(size, count - a), start + a) for a in range(0, count, size)]
         first += count
     return size, torch.tensor([*found, (-1, 0, 0, 0)], dtype=torch.int32, device="cuda")
 
@@ -141,7 +143,8 @@ def test_one_long_row_is_shared_out() -> None:
         q = torch.randn(1, 8, batch, 64, device="cuda").bfloat16()
         out = torch.empty(batch, 8, 64, dtype=torch.bfloat16, device="cuda")
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
-        decode_attention(q, keys, values, out, rows, lengths, tables, Options(0.125))
+        arrived = torch.zeros(batch * 2, dtype=torch.int32, device="cuda")
+        decode_attention(q, keys, values, out, rows, lengths, tables, arrived, Options(0.125))
         for row in (0, batch - 1):
             seen = int(lengths[row])
             k, v = (t[tables[row].long()].view(-1, 2, 64)[:seen].float().transpose(0, 1)[None] for t in (keys, values))
