@@ -67,6 +67,59 @@ def silu_mul(both: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def matrix_vector(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """weight [n, k] times x [..., k], which has one row; returns [..., n]."""
+    size, inner = weight.shape
+    rows, block = (4, 1024) if size < 8192 else (16, 512) if inner <= 2048 else (8, 512)
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    _matrix_vector[(triton.cdiv(size, rows),)](
+        x.contiguous(),
+        weight,
+        out if bias is None else bias,
+        out,
+        size,
+        weight.stride(0),
+        INNER=inner,
+        BIAS=bias is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _matrix_vector(
+    x,
+    weight,
+    bias,
+    out,
+    size,
+    row_stride,
+    INNER: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, BLOCK)
+    inside = row < size
+    line = weight + row.to(tl.int64)[:, None] * row_stride + i[None, :]
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, INNER, BLOCK, num_stages=3):
+        if INNER % BLOCK == 0:
+            w = tl.load(line + start, mask=inside[:, None], other=0.0)
+            part = tl.load(x + start + i)
+        else:
+            w = tl.load(line + start, mask=inside[:, None] & (start + i < INNER)[None, :], other=0.0)
+            part = tl.load(x + start + i, mask=start + i < INNER, other=0.0)
+        acc += w.to(tl.float32) * part.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1)
+    if BIAS:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _rms_norm(
     x,

@@ -185,3 +185,48 @@ def test_the_best_id_is_the_first_of_several() -> None:
     assert ids[[0, 1, 3, 4]].tolist() == [int(logits[0].argmax()), 77, *logits[3:].argmax(-1).tolist()]
     assert 0 <= int(ids[2]) < 20_001
     assert last.tolist() == [77, 0, 0, int(ids[0]), 0, int(ids[4]), 0, int(ids[3])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [300, 50_000])
+def test_ids_are_drawn_as_on_a_cpu(vocab: int, dtype: torch.dtype) -> None:
+    from corogen.sample.sampler import SampleRow, sample
+    from corogen.wire.messages import Sampling
+
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(64, vocab, generator=generator) * 3).to(dtype)
+    rows = [
+        SampleRow(
+            Sampling(
+                (0.5, 0.9, 1.5, 1e-6)[i % 4], (0, 0, 40)[i % 3], (1.0, 0.9)[i % 2], (0.0, 0.05)[i % 5 == 0], seed=i
+            ),
+            i,
+        )
+        for i in range(64)
+    ]
+    rows[7] = SampleRow(Sampling(), 3)
+    # in 16 bits a CPU rounds nothing before the draw either; sums in another order may move a draw between neighbours
+    same = (sample(logits.cuda(), rows).cpu() == sample(logits.float(), rows)).float().mean()
+    assert float(same) > 0.95
+
+
+def test_draws_have_the_frequencies_of_the_distribution() -> None:
+    from corogen.sample.sampler import SampleRow, sample
+    from corogen.wire.messages import Sampling
+
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]], device="cuda").expand(4000, -1).contiguous()
+    ids = sample(logits, [SampleRow(Sampling(1.0, seed=i), 5) for i in range(4000)])
+    found = torch.bincount(ids, minlength=5).cpu() / 4000
+    torch.testing.assert_close(found, logits[0].softmax(-1).cpu(), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(100, 48), (3072, 2048), (9000, 600), (16384, 4096)])
+def test_one_row_times_a_matrix(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from corogen.model.matvec import MatVecLinear
+
+    layer = MatVecLinear(torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[0], device="cuda").to(dtype))
+    x = torch.randn(1, 1, shape[1], device="cuda").to(dtype)
+    wanted = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    error = (layer(x).double() - wanted).norm() / wanted.norm()
+    assert float(error) < (5e-3 if dtype == torch.bfloat16 else 1e-6)
