@@ -29,9 +29,11 @@ def _keys(x, BITS: tl.constexpr):
     """Whole numbers in the order of the values."""
     if BITS == 16:
         i = x.to(tl.int16, bitcast=True).to(tl.int32)
-        return i ^ ((i >> 31) & 0x7FFF)
-    i = x.to(tl.int32, bitcast=True)
-    return i ^ ((i >> 31) & 0x7FFFFFFF)
+        key = i ^ ((i >> 31) & 0x7FFF)
+    else:
+        i = x.to(tl.int32, bitcast=True)
+        key = i ^ ((i >> 31) & 0x7FFFFFFF)
+    return key
 
 
 @triton.jit

@@ -195,15 +195,9 @@ def test_ids_are_drawn_as_on_a_cpu(vocab: int, dtype: torch.dtype) -> None:
 
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(64, vocab, generator=generator) * 3).to(dtype)
-    rows = [
-        SampleRow(
-            Sampling(
-                (0.5, 0.9, 1.5, 1e-6)[i % 4], (0, 0, 40)[i % 3], (1.0, 0.9)[i % 2], (0.0, 0.05)[i % 5 == 0], seed=i
-            ),
-            i,
-        )
-        for i in range(64)
-    ]
+    heats, counts, shares, floors = (0.5, 0.9, 1.5, 1e-6), (0, 0, 40), (1.0, 0.9), (0.0, 0.05)
+    settings = [Sampling(heats[i % 4], counts[i % 3], shares[i % 2], floors[i % 5 == 0], seed=i) for i in range(64)]
+    rows = [SampleRow(s, i) for i, s in enumerate(settings)]
     rows[7] = SampleRow(Sampling(), 3)
     # in 16 bits a CPU rounds nothing before the draw either; sums in another order may move a draw between neighbours
     same = (sample(logits.cuda(), rows).cpu() == sample(logits.float(), rows)).float().mean()
