@@ -6,12 +6,14 @@ Metadata of a batch travels in a context variable, because some families drop ex
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Options(NamedTuple):
@@ -24,6 +26,17 @@ class Options(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys, head by head, that a layer leaves to its attention."""
+
+    #: [D] each
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+    #: the normalised value is rounded before the product with the weight
+    early: bool
+
+
 class Context(Protocol):
     """Computes attention for the batch of the running forward."""
 
@@ -31,6 +44,11 @@ class Context(Protocol):
         self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """q [1, Hq, T, D], k and v [1, Hkv, T, D] of this step's tokens; returns [1, T, Hq, D]."""
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable[[], Pair]
+    ) -> Pair:
+        """q and k turned by their positions: what `turn` gives, or what they will be given in `attend`."""
 
     def reject(self, reason: str) -> None:
         """The layer asks for something that is not implemented."""
@@ -52,9 +70,9 @@ def forward_context(context: Context) -> Iterator[None]:
         _active.reset(token)
 
 
-def is_active() -> bool:
-    """Whether the running code is part of a forward of ours."""
-    return _active.get(None) is not None
+def active() -> Context | None:
+    """The context of the forward of ours that the running code is part of, if it is."""
+    return _active.get(None)
 
 
 def attention(

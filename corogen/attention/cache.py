@@ -55,6 +55,24 @@ class KVCache:
         return store.view(heads * num_blocks, -1).index_select(0, places).view(heads, rows, -1, dim)
 
 
+class TokenMajorCache:
+    """Keys and values of every layer, [num_blocks, block_size, kv_heads, dim] each: what kernels that follow block
+    tables themselves read, and what a step's keys can be written to without being turned around."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerFacts],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_blocks, block_size)
+        self.keys = [torch.zeros((*shape, f.kv_heads, f.key_dim), dtype=dtype, device=device) for f in layers]
+        self.values = [torch.zeros((*shape, f.kv_heads, f.value_dim), dtype=dtype, device=device) for f in layers]
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU their pages take no memory before they are written (torch.zeros would touch them all)."""
     if device.type != "cpu":
@@ -68,9 +86,15 @@ def block_bytes(layers: Sequence[LayerFacts], block_size: int, dtype: torch.dtyp
 
 
 def choose_num_blocks(
-    bytes_per_block: int, block_size: int, device: torch.device, fraction: float, max_slots: int, max_len: int
+    bytes_per_block: int,
+    block_size: int,
+    device: torch.device,
+    fraction: float,
+    max_slots: int,
+    max_len: int,
+    reserve: int = 0,
 ) -> int:
-    """How many blocks the memory allows: `fraction` of what is free now.
+    """How many blocks the memory allows: `fraction` of what is free now, and all but `reserve` bytes at most.
 
     On a CPU never more than what `max_slots` sequences of `max_len` tokens need, nor than 4 GiB.
 
@@ -79,7 +103,7 @@ def choose_num_blocks(
     """
     if device.type == "cuda":
         free, what = torch.cuda.mem_get_info(device)[0], "GPU memory"
-        budget = int(free * fraction)
+        budget = max(0, min(int(free * fraction), free - reserve))
         count = budget // bytes_per_block
     else:
         free, what = available_memory(), "memory"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from corogen.attention.base import Options, dense_attention
+from corogen.attention.base import Options, Pair, dense_attention
 from corogen.attention.cache import KVCache
 from corogen.attention.plan import DecodeGroup, PrefillSpan, StepPlan
 
@@ -18,6 +20,12 @@ class PagedAttention:
     def reject(self, reason: str) -> None:
         """The probe has refused everything unusual already."""
         raise AssertionError(f"an attention layer {reason}, but did not when the model was loaded")
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable[[], Pair]
+    ) -> Pair:
+        """At once."""
+        return turn()
 
     def attend(
         self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options

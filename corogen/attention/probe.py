@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from corogen.attention.base import Options, dense_attention
+from corogen.attention.base import Options, Pair, dense_attention
 from corogen.errors import UnsupportedModel
 
 
@@ -17,6 +18,10 @@ class LayerFacts(NamedTuple):
     key_dim: int
     value_dim: int
     window: int | None
+    #: query heads a key head
+    group: int = 1
+    #: queries and keys reach attention as the rotary embedding leaves them; True too for a layer without one
+    turned_last: bool = True
 
 
 class Probe:
@@ -27,6 +32,16 @@ class Probe:
 
     def __init__(self) -> None:
         self.layers: list[LayerFacts] = []
+        self._turned: Pair | None = None
+        self._even = True
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable[[], Pair]
+    ) -> Pair:
+        """At once, and remember what came out."""
+        self._turned = turn()
+        self._even &= cos.dtype == q.dtype and q.shape[-1] % 2 == 0
+        return self._turned
 
     def attend(
         self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
@@ -37,7 +52,11 @@ class Probe:
         if q.shape[1] % k.shape[1]:
             self.reject(f"has {q.shape[1]} query heads for {k.shape[1]} key heads")
         object.__setattr__(module, "corogen_layer", len(self.layers))
-        self.layers.append(LayerFacts(k.shape[1], k.shape[3], v.shape[3], options.window))
+        turned, self._turned = self._turned, None
+        last = self._even and (turned is None or (turned[0] is q and turned[1] is k))
+        self.layers.append(
+            LayerFacts(k.shape[1], k.shape[3], v.shape[3], options.window, q.shape[1] // k.shape[1], last)
+        )
         return dense_attention(q, k, v, options, causal=True).transpose(1, 2)
 
     def reject(self, reason: str) -> None:

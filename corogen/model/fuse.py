@@ -11,7 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from corogen.model.devices import kernels_work
 from corogen.model.linear import PackedLinear, PlainLinear, can_pack, make_linear
+from corogen.model.matvec import MatVecLinear
+
+Linear = PackedLinear | PlainLinear | MatVecLinear
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -19,7 +23,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class FusedProduct:
     """One product whose output is shared out to several modules. No module itself, so that nothing walks into it."""
 
-    def __init__(self, linear: PackedLinear | PlainLinear, sizes: list[int]) -> None:
+    def __init__(self, linear: Linear, sizes: list[int]) -> None:
         self._linear, self._sizes = linear, sizes
         self._source: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
@@ -34,6 +38,11 @@ class FusedProduct:
             self._source = None
         return part
 
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """All parts side by side."""
+        out: torch.Tensor = self._linear(x)
+        return out
+
 
 class FusedSlice(nn.Module):
     """Stands where one of the fused layers stood."""
@@ -41,11 +50,11 @@ class FusedSlice(nn.Module):
     def __init__(self, product: FusedProduct, index: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self._product, self._index = product, index
+        self.product, self._index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features]; returns [..., out_features], a view of the fused product."""
-        return self._product.take(self._index, x)
+        return self.product.take(self._index, x)
 
 
 def fuse_and_pack(model: nn.Module) -> None:
@@ -70,13 +79,17 @@ def _fuse(parent: nn.Module, names: tuple[str, ...]) -> None:
     weight = torch.cat([m.weight for m in layers])
     bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
     sizes = [m.out_features for m in layers]
-    product = FusedProduct(make_linear(weight, bias), sizes)
+    product = FusedProduct(
+        MatVecLinear(weight, bias) if kernels_work(weight.device) else make_linear(weight, bias), sizes
+    )
     for index, name in enumerate(names):
         setattr(parent, name, FusedSlice(product, index, layers[0].in_features, sizes[index]))
 
 
 def _packed(layer: nn.Module) -> nn.Module | None:
     weight = getattr(layer, "weight", None)
+    if type(layer) is nn.Linear and kernels_work(layer.weight.device):
+        return MatVecLinear(layer.weight, layer.bias)
     if not isinstance(weight, torch.Tensor) or not can_pack(weight.dtype, weight.device.type):
         return None
     if type(layer) is nn.Linear:
@@ -89,5 +102,5 @@ def _packed(layer: nn.Module) -> nn.Module | None:
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Named layers that compute matrix products, for reports and tests."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | PackedLinear | PlainLinear | FusedSlice):
+        if isinstance(module, nn.Linear | Linear | FusedSlice):
             yield name, module

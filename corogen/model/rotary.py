@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from corogen.attention.base import is_active
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+from corogen.attention.base import Pair, active
 
 
 class Rotary:
@@ -29,13 +27,14 @@ class Rotary:
     ) -> Pair:
         """q [1, Hq, T, D], k [1, Hkv, T, D], cos and sin [1, T, D]; returns q and k turned by their positions."""
         plain = not args and not kwargs and cos.ndim == 3 and q.ndim == 4 and cos.shape[-1] == q.shape[-1]
-        if not plain or not is_active():
+        context = active()
+        if not plain or context is None:
             return self.original(q, k, cos, sin, *args, **kwargs)
         if self._agrees is None:
             self._agrees = self._agree(q, k, cos)
         if not self._agrees:
             return self.original(q, k, cos, sin)
-        return self._apply(q, k, *self._tables(cos, sin))
+        return context.rotate(q, k, cos, sin, lambda: self._apply(q, k, *self._tables(cos, sin)))
 
     def _agree(self, *like: torch.Tensor) -> bool:
         q, k, cos = (_random_like(t, seed) for seed, t in enumerate(like))

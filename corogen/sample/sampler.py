@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from corogen.sample.noise import uniform
+from corogen.model.devices import kernels_work
+from corogen.sample.noise import uniform, uniforms
 from corogen.sample.penalties import TokenCounts
 from corogen.wire.messages import Sampling
 
@@ -38,10 +40,22 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         for i in edited:
             _edit(logits[i], rows[i])
     chosen = logits.argmax(-1)
-    if random:
+    if random and kernels_work(logits.device) and logits.stride(-1) == 1:
+        _draw_on_device(logits, chosen, random, rows)
+    elif random:
         index = _to(torch.tensor(random), logits.device)
         chosen[index] = _draw(logits[index].float(), [rows[i] for i in random])
     return chosen
+
+
+def _draw_on_device(logits: torch.Tensor, chosen: torch.Tensor, random: list[int], rows: Sequence[SampleRow]) -> None:
+    from corogen.sample.triton_sampler import draw
+
+    wanted = [rows[i].sampling for i in random]
+    noise = uniforms([s.seed for s in wanted], [rows[i].position for i in random])
+    columns = [(i, s.temperature, s.top_k, s.top_p, s.min_p) for i, s in zip(random, wanted, strict=True)]
+    settings = np.concatenate([np.array(columns, np.float64), noise[:, None]], 1)
+    draw(logits, _to(torch.from_numpy(settings), logits.device), chosen)
 
 
 def _to(host: torch.Tensor, device: torch.device) -> torch.Tensor:

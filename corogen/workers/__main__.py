@@ -23,7 +23,8 @@ from corogen.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from corogen.workers.runner import PendingTokens, Runner
+    from corogen.workers.pending import PendingTokens
+    from corogen.workers.runner import Runner
 
 Reply = tuple[StepInput, "PendingTokens | Exception | None"]
 

@@ -5,46 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
-from corogen.attention.base import forward_context
-from corogen.attention.cache import KVCache, block_bytes, choose_num_blocks
-from corogen.attention.paged import PagedAttention
-from corogen.attention.plan import Planner, RowSpan
+from corogen.attention.cache import KVCache, TokenMajorCache, block_bytes, choose_num_blocks
+from corogen.attention.probe import LayerFacts
 from corogen.errors import ConfigError, ModelNotFound
 from corogen.model import gguf, hf
+from corogen.model.devices import kernels_work
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
+from corogen.model.gated import replace_feed_forwards
+from corogen.model.layers import fuse_layer_sums
 from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
-from corogen.sample.sampler import sample
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
 from corogen.workers.device import choose_device
-from corogen.workers.rows import SlotTable
+from corogen.workers.host_steps import HostSteps
+from corogen.workers.pending import Limits, PendingTokens
 
+if TYPE_CHECKING:
+    from corogen.workers.device_steps import DeviceSteps
 
-class PendingTokens:
-    """The ids of a launched step, on their way to the host."""
+Cache = TypeVar("Cache", KVCache, TokenMajorCache)
 
-    def __init__(self, ids: torch.Tensor) -> None:
-        self._event: Any = None
-        self._ids = ids
-        if ids.is_cuda:
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self._ids.copy_(ids, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> list[int]:
-        """Block until the ids are on the host; in the order that `StepInput` defines. Safe from another thread."""
-        if self._event is not None:
-            self._event.synchronize()
-        ids: list[int] = self._ids.tolist()
-        return ids
+#: memory kept for computing on a GPU, as a multiple of what the rehearsal took: graphs have a pool of their own
+_HEADROOM = 2.0
 
 
 class Runner:
@@ -56,6 +44,7 @@ class Runner:
         self._seconds: dict[str, float] = {}
         self._phase_began: tuple[str, float] | None = None
         self._warnings: list[str] = []
+        self._steps: HostSteps | DeviceSteps
 
     # --- start-up ----------------------------------------------------------------------------------------------------
 
@@ -74,9 +63,7 @@ class Runner:
         hf.check_layers(config)
         self._build(config, folder)
         self._enter("cache")
-        limit = self._reserve(config)
-        self._enter("warmup")
-        self._warm_up()
+        limit = self._prepare(config)
         self._leave()
         return self._ready(limit)
 
@@ -105,46 +92,73 @@ class Runner:
         fuse_and_pack(model)
         replace_norms(model)
         hf.use_own_rotary(model)
+        replace_feed_forwards(model)
+        fuse_layer_sums(model)
         own_memory(model, self._device)
         self._model = model
 
-    def _reserve(self, config: Any) -> int:
-        """Find the attention layers and reserve their cache; returns how many positions the model can address."""
+    def _prepare(self, config: Any) -> int:
+        """Find the attention layers, reserve their cache and run once; returns how many positions there are."""
         spec, places = self._spec, hf.positions(config)
         self._warnings += places.warnings
         layers = probe_layers(self._model, config, self._device)
-        max_len = min(spec.session_len or places.limit, places.limit)
+        limits = Limits(
+            spec.max_slots,
+            min(spec.session_len or places.limit, places.limit),
+            spec.max_step_tokens,
+            places.limit - 1,
+            self._vocab_size,
+        )
+        if kernels_work(self._device):
+            self._steps = self._device_steps(layers, limits)
+        else:
+            self._steps = self._host_steps(layers, limits)
+        return places.limit
+
+    def _host_steps(self, layers: list[LayerFacts], limits: Limits) -> HostSteps:
+        cache = self._cache(KVCache, layers, limits)
+        steps = HostSteps(self._model, cache, layers, limits, self._dtype, self._device)
+        self._enter("warmup")
+        steps.warm_up()
+        return steps
+
+    def _device_steps(self, layers: list[LayerFacts], limits: Limits) -> DeviceSteps:
+        """A rehearsal over one block shows how much memory computing takes; the rest is the cache's."""
+        from corogen.workers.device_steps import DeviceSteps
+
+        size = self._spec.block_size
+        self._enter("warmup")
+        steps = DeviceSteps(self._model, layers, limits, size, self._device)
+        steps.use_cache(TokenMajorCache(layers, 1, size, self._dtype, self._device))
+        reserve = int(_HEADROOM * steps.rehearse())
+        torch.cuda.empty_cache()
+        self._enter("cache")
+        steps.use_cache(self._cache(TokenMajorCache, layers, limits, reserve))
+        if not self._spec.eager_mode:
+            self._enter("capture")
+            self._warnings += steps.capture()
+        return steps
+
+    def _cache(self, kind: type[Cache], layers: list[LayerFacts], limits: Limits, reserve: int = 0) -> Cache:
+        spec = self._spec
         count = spec.num_blocks or choose_num_blocks(
             block_bytes(layers, spec.block_size, self._dtype),
             spec.block_size,
             self._device,
             spec.cache_fraction,
             spec.max_slots,
-            max_len,
+            limits.max_len,
+            reserve,
         )
+        self._num_blocks = count
         try:
-            self._cache = KVCache(layers, count, spec.block_size, self._dtype, self._device)
+            return kind(layers, count, spec.block_size, self._dtype, self._device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(f"{count} KV blocks do not fit into memory: {error}") from error
-        self._last_position = places.limit - 1
-        self._planner = Planner(spec.block_size, [f.window for f in layers], self._dtype, self._device)
-        self._slots = SlotTable(spec.max_slots, self._vocab_size, self._device)
-        return places.limit
-
-    def _warm_up(self) -> None:
-        """One prefill and one decode over block 0, which nobody owns yet, so that no request pays for first calls."""
-        count = min(self._spec.block_size - 1, self._spec.max_step_tokens, 8)
-        blocks = np.zeros(1, np.int32)
-        zeros = torch.zeros(max(count, 1), dtype=torch.long, device=self._device)
-        if count:
-            self._forward(zeros[:count], [], [RowSpan(0, count, blocks)], [count - 1])
-        self._forward(zeros[:1], [RowSpan(count, 1, blocks)], [], [0])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _ready(self, limit: int) -> WorkerReady:
         return WorkerReady(
-            num_blocks=self._cache.num_blocks,
+            num_blocks=self._num_blocks,
             max_positions=limit,
             vocab_size=self._vocab_size,
             dtype=str(self._dtype).removeprefix("torch."),
@@ -161,7 +175,7 @@ class Runner:
     def _leave(self) -> None:
         if self._phase_began is not None:
             name, began = self._phase_began
-            self._seconds[name] = time.perf_counter() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
             self._phase_began = None
 
     def _progress(self, name: str) -> Callable[[int, int], None]:
@@ -182,49 +196,4 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingTokens:
         """Compute one step (on a GPU: queue it, without waiting). Raises what the computation raises."""
-        slots = self._slots
-        slots.apply(step.init, step.blocks)
-        slots.count_prefill(step.prefill)
-        decode, prefill = slots.decode_spans(step.decode), slots.prefill_spans(step.prefill)
-        targets, rows = slots.sample_rows(step)
-        logits = self._forward(self._input_ids(step), decode, prefill, _logit_places(step))
-        index = self._tensor(np.array(targets, np.int64))
-        ids = sample(logits, rows) if rows else index
-        slots.advance(step, targets, index, ids)
-        return PendingTokens(ids)
-
-    def _input_ids(self, step: StepInput) -> torch.Tensor:
-        fresh = [i for row in step.prefill for i in row.token_ids]
-        parts = []
-        if step.decode:
-            parts.append(self._slots.last_tokens[self._tensor(np.array(step.decode, np.int64))])
-        if fresh:
-            parts.append(self._tensor(np.array(fresh, np.int64)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _forward(
-        self, ids: torch.Tensor, decode: list[RowSpan], prefill: list[RowSpan], logits_at: list[int]
-    ) -> torch.Tensor:
-        """Logits [rows, vocabulary] at `logits_at`, or of the last token when nothing is to be sampled."""
-        plan = self._planner.plan(decode, prefill)
-        places = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in (*decode, *prefill)])
-        # a sequence that ended at the last position may be in one more step, whose token nobody wants
-        np.minimum(places, self._last_position, out=places)
-        at = self._tensor(np.array(logits_at or [plan.num_tokens - 1], np.int64))
-        with forward_context(PagedAttention(self._cache, plan)):
-            return hf.forward(self._model, ids, self._tensor(places), at)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
-
-
-def _logit_places(step: StepInput) -> list[int]:
-    """Where in the packed step the rows stand that get a token."""
-    places = list(range(len(step.decode)))
-    end = len(step.decode)
-    for row in step.prefill:
-        end += len(row.token_ids)
-        if row.sample:
-            places.append(end - 1)
-    return places
+        return self._steps.launch(step)

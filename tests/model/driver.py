@@ -11,7 +11,7 @@ import torch
 
 from corogen.sample import sampler
 from corogen.wire.messages import PrefillRow, Sampling, SlotBlocks, SlotInit, StepInput, WorkerReady, WorkerSpec
-from corogen.workers import runner as runner_module
+from corogen.workers import host_steps
 from corogen.workers.runner import Runner
 
 GREEDY = Sampling()
@@ -94,16 +94,27 @@ class Driver:
 
     def _launch(self, message: StepInput, receivers: list[Sequence_]) -> None:
         seen: list[torch.Tensor] = []
+        with self._spying(seen):
+            tokens = self.runner.launch(message).wait()
+        for i, (s, token) in enumerate(zip(receivers, tokens, strict=True)):
+            s.tokens.append(token)
+            s.logits.append(seen[0][i])
+
+    def _spying(self, seen: list[torch.Tensor]) -> Any:
+        """Whatever tokens are chosen from inside the block is added to `seen`."""
+        steps: Any = self.runner._steps
 
         def spy(logits: torch.Tensor, rows: Sequence[sampler.SampleRow]) -> torch.Tensor:
             seen.append(logits.float().cpu())
             return sampler.sample(logits, rows)
 
-        with mock.patch.object(runner_module, "sample", spy):
-            tokens = self.runner.launch(message).wait()
-        for i, (s, token) in enumerate(zip(receivers, tokens, strict=True)):
-            s.tokens.append(token)
-            s.logits.append(seen[0][i])
+        def choose(outcome: Any, targets: Any, ends: Any) -> torch.Tensor:
+            seen.append(outcome.logits[: len(targets)].float().cpu())
+            return type(steps).choose(steps, outcome, targets, ends)
+
+        if hasattr(steps, "choose"):
+            return mock.patch.object(steps, "choose", choose)
+        return mock.patch.object(host_steps, "sample", spy)
 
     def _take(self, s: Sequence_, length: int) -> list[int]:
         wanted = -(-length // self._block_size) - s.num_blocks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from corogen.wire.messages import Sampling, StepInput
-from corogen.workers.runner import PendingTokens
+from corogen.workers.pending import PendingTokens
 from tests.model.conftest import ModelMaker
 from tests.model.driver import Driver, load
 from tests.model.reference import random_prompts

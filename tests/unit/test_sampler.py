@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corogen.sample.noise import uniform
+from corogen.sample.noise import uniform, uniforms
 from corogen.sample.penalties import TokenCounts, counts_tokens
 from corogen.sample.sampler import SampleRow, sample
 from corogen.wire.messages import Sampling
@@ -180,3 +180,8 @@ def test_a_chosen_id_is_one_that_the_settings_allow(sampling: Sampling, seed: in
         assert token == int(left.argmax())
     elif sampling.top_k:
         assert float(left[token]) >= float(left.topk(sampling.top_k).values[-1])
+
+
+def test_many_numbers_at_once_are_the_same_numbers() -> None:
+    seeds, positions = [0, 1, 2**63 + 5, 2**64 - 1, 77], [0, 9, 4000, 2**31, 1]
+    assert uniforms(seeds, positions).tolist() == [uniform(s, p) for s, p in zip(seeds, positions, strict=True)]
