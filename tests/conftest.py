@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-
 # a shell's background jobs ignore Ctrl-C, and so would every program that a test starts and interrupts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
