@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -28,28 +29,39 @@ def take_answered(path: Path) -> set[str]:
     Raises:
         ConfigError: the file is not one of answers.
     """
+    path = path.resolve()  # a link stays one
     if not path.exists():
         return set()
-    found, kept = set(), path.with_name(path.name + ".kept")
-    with path.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
-        for line in old:
-            custom_id = _answered_id(path, line)
-            if custom_id is not None and custom_id not in found:
-                found.add(custom_id)
-                new.write(line)
-    kept.replace(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} is no regular file: answers are read again when a batch goes on, so they need one")
+    found, dropped, kept = set(), False, path.with_name(path.name + ".kept")
+    try:
+        with path.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                custom_id = _answered_id(path, line)
+                if custom_id is None or custom_id in found:
+                    dropped = True
+                else:
+                    found.add(custom_id)
+                    new.write(line)
+        if dropped:
+            shutil.copymode(path, kept)
+            kept.replace(path)
+    finally:
+        kept.unlink(missing_ok=True)
     return found
 
 
-def _answered_id(path: Path, line: str) -> str | None:
-    if not line.endswith("\n"):  # the run was stopped in the middle of it
+def _answered_id(path: Path, line: bytes) -> str | None:
+    if not line.endswith(b"\n"):  # the run was stopped in the middle of it
         return None
     try:
         answer = json.loads(line)
         custom_id, response = str(answer["custom_id"]), answer["response"]
-    except (ValueError, KeyError, TypeError) as error:
+        status = None if response is None else int(response["status_code"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of answers: give a new name, or remove it") from error
-    return custom_id if response is not None and response["status_code"] not in _PASSING else None
+    return None if status is None or status in _PASSING else custom_id
 
 
 def requests_in(path: Path, answered: set[str]) -> Iterator[dict[str, Any]]:
@@ -60,7 +72,7 @@ def requests_in(path: Path, answered: set[str]) -> Iterator[dict[str, Any]]:
     """
     seen: set[str] = set()
     try:
-        file = path.open(encoding="utf-8")
+        file = path.open(encoding="utf-8-sig", errors="surrogateescape")  # what is no text fails in its own line
     except OSError as error:
         raise ConfigError(f"{path} can not be read: {error}") from error
     with file:
@@ -79,7 +91,7 @@ def requests_in(path: Path, answered: set[str]) -> Iterator[dict[str, Any]]:
 def _request(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{number} is no JSON: {error}") from error
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
         raise ConfigError(f'{path}:{number} is no request: it needs a "custom_id", "url" and "body"')
@@ -113,7 +125,7 @@ async def answer_file(
     counts = [0, 0]
     pending = iter(requests_in(source, answered))
     transport = httpx.ASGITransport(app)
-    with target.open("a", encoding="utf-8") as out:
+    with target.open("a", encoding="ascii") as out:
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as http:
 
             async def work() -> None:
@@ -129,10 +141,12 @@ async def answer_file(
 
 
 async def _answer(http: httpx.AsyncClient, request: dict[str, Any], out: IO[str]) -> bool:
-    reply = await http.post(request["url"], json=request["body"])
+    # as it came, odd numbers and characters included: what is wrong with it is the server's to say
+    body = json.dumps(request["body"]).encode()
+    reply = await http.post(request["url"], content=body, headers={"content-type": "application/json"})
     request_id = reply.headers["x-request-id"]
     response = {"status_code": reply.status_code, "request_id": request_id, "body": reply.json()}
     line = {"id": f"batch_req_{request_id}", "custom_id": request["custom_id"], "response": response, "error": None}
-    out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    out.write(json.dumps(line) + "\n")
     out.flush()
     return reply.is_success

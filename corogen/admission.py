@@ -181,7 +181,7 @@ class Admission:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest("there is no tokenizer here: pass the prompt as a list of token ids", param="prompt")
-        _refuse_surrogates(text)
+        refuse_surrogates(text)
         # a tokenizer may know more tokens than the model embeds
         return self._checked_range(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -273,7 +273,8 @@ def _text_length(message: Any) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _refuse_surrogates(text: str) -> None:
+def refuse_surrogates(text: str) -> None:
+    """Raise InvalidRequest if `text` holds half of a pair of code units, which no tokenizer can read."""
     if text.isascii():
         return
     try:

@@ -197,7 +197,10 @@ def serve(
             result = run_comparison(engine, output, load, pairs=repeat, say=teller(output))
             show_result("http", {**result, "setting": machine.setting()}, output)
         else:
-            show_result("serve", {**run_load(load), "setting": machine.setting()}, output)
+            result = run_load(load)
+            show_result("serve", {**result, "setting": machine.setting()}, output)
+            if result["failed"] == result["requests"]:
+                raise typer.Exit(1)
 
 
 # ------------------------------------------------------------------ what they share

@@ -14,6 +14,7 @@ from corogen.adapters.server.replies import ERROR_RESPONSES, json_reply, new_id
 from corogen.adapters.server.schema import DetokenizeRequest, EnergonRequest, GenerateRequest, TokenizeRequest
 from corogen.adapters.server.service import Service, as_one
 from corogen.adapters.server.sse import event
+from corogen.admission import refuse_surrogates
 from corogen.errors import InvalidRequest
 from corogen.outputs import Response as Answer
 from corogen.text.tokenizer import Tokenizer
@@ -114,6 +115,7 @@ async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     def encode() -> list[int]:
         if messages is not None:
             return admission.chat_ids(messages)
+        refuse_surrogates(prompt)
         return _tokenizer(service).encode(prompt, add_special_tokens=body.add_special_tokens)
 
     if not admission.is_long(prompt):

@@ -103,7 +103,7 @@ class GenerationFields(BaseModel):
             ApiError: a field that there is not, or a combination without meaning.
         """
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_YET and value not in NOT_YET[name]:
+            if name in NOT_YET and not any(type(value) is type(none) and value == none for none in NOT_YET[name]):
                 raise UnsupportedFeature(f"{name} is not supported by this version: leave it out", param=name)
             if name not in NOT_YET and name not in BOOKKEEPING:
                 raise _unknown(name, type(self))

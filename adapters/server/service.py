@@ -56,6 +56,11 @@ class Service:
             raise ApiError(
                 400, f"{len(prompts)} prompts times n={n} are more than {self.settings.max_choices} choices", param="n"
             )
+        room = self.pipe.config.queue_size
+        if room and len(prompts) * n > room:
+            raise ApiError(
+                400, f"{len(prompts)} prompts times n={n} are more than the {room} that may wait here at all", param="n"
+            )
         samples = self.pipe.engine.admission.facts.samples
         configs = [body.gen_config(choice, model_samples=samples) for choice in range(n)]
         every = [prompt for prompt in prompts for _ in range(n)]

@@ -54,6 +54,48 @@ class TestBatch:
         assert found["q9"]["status_code"] == 400
         assert found["q9"]["body"]["error"]["param"] == "temperature"
 
+    @pytest.mark.parametrize("odd", ['{"prompt": "\\ud800"}', '{"prompt": "x", "temperature": NaN}'])
+    def test_an_odd_line_fails_alone(self, monkeypatch, files, odd):
+        script_every_engine(monkeypatch)
+        source, target = files
+        lines = [line(0), f'{{"custom_id": "odd \\ud800", "url": "/v1/completions", "body": {odd}}}', line(2)]
+        source.write_text("\n".join(lines))
+        assert corogen("batch", source, target).exit_code == 1
+        assert [r["status_code"] for r in answers(target).values()].count(400) == 1
+        done = corogen("batch", source, target)
+        assert "0 answered, 0 failed, 3 were answered before" in done.stderr
+
+    def test_an_output_that_ends_within_a_character_is_gone_on_with(self, monkeypatch, files):
+        script_every_engine(monkeypatch)
+        source, target = files
+        source.write_text(line(0))
+        target.write_bytes(b'{"custom_id": "q0", "response": {"text": "\xc3')
+        assert corogen("batch", source, target).exit_code == 0
+        assert set(answers(target)) == {"q0"}
+
+    def test_a_link_and_the_mode_of_an_output_stay(self, monkeypatch, files, tmp_path):
+        script_every_engine(monkeypatch)
+        source, target = files
+        source.write_text(line(0))
+        real = tmp_path / "real"
+        real.write_text("cut")
+        real.chmod(0o600)
+        target.symlink_to(real)
+        corogen("batch", source, target)
+        assert target.is_symlink()
+        assert set(answers(real)) == {"q0"}
+        assert real.stat().st_mode & 0o777 == 0o600
+
+    def test_what_is_no_regular_file_is_no_output(self, monkeypatch, files):
+        script_every_engine(monkeypatch)
+        source, target = files
+        source.write_text(line(0))
+        os.mkfifo(target)
+        done = corogen("batch", source, target)
+        assert done.exit_code == 1
+        assert "no regular file" in done.stderr
+        assert target.is_fifo()
+
     def test_goes_on_where_it_stopped(self, monkeypatch, files):
         script_every_engine(monkeypatch)
         source, target = files

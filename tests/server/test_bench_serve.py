@@ -49,7 +49,7 @@ def test_arrivals_and_concurrency_are_bounded():
 
 def test_failures_are_counted_and_the_first_is_shown(url):
     done = corogen("bench", "serve", "--url", url, "--served-model", "tiny", "--api-key", "wrong", "--num-prompts", "2")
-    assert done.exit_code == 0
+    assert done.exit_code == 1
     assert "401" in done.stdout
 
 
