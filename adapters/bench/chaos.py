@@ -49,15 +49,21 @@ def measure(opener: Opener, settings: Settings, *, say: Say = lambda line: None)
     `problems` lists what must not be, and is empty if all is well: a request that failed without being at fault, got
     other tokens, or never ended; a block, thread, child or descriptor that is left.
     """
+    found = opened_and_closed(opener, lambda pipe, killer: _with_pipe(pipe, killer, settings, say))
+    return {"settings": settings._asdict(), **found}
+
+
+def opened_and_closed(opener: Opener, run: Callable[[Pipeline, Killer], dict[str, Any]]) -> dict[str, Any]:
+    """What `run` found with a pipeline that is open for it alone; what is left after its close is a problem, too."""
     with opener():  # what the first pipeline of a process leaves behind for good is no leak
         pass
     before = Holdings.now()
     with opener() as (pipe, killer):
-        found = _with_pipe(pipe, killer, settings, say)
+        found = run(pipe, killer)
     after = Holdings.now(settle=before)
     found["closed"] = {"before": before.figures(), "after": after.figures()}
     found["problems"] += [f"after the close: {line}" for line in after.leaked_since(before)]
-    return {"settings": settings._asdict(), **found}
+    return found
 
 
 def _with_pipe(pipe: Pipeline, killer: Killer, settings: Settings, say: Say) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corogen.adapters.bench import machine
 from corogen.adapters.bench.cancel import pool_problems
-from corogen.adapters.bench.chaos import Say, answers, ask_about, still_open, with_faults
+from corogen.adapters.bench.chaos import Say, answers, ask_about, opened_and_closed, still_open, with_faults
 from corogen.adapters.bench.crowd import Outcome
 from corogen.adapters.bench.engines import Opener
 from corogen.adapters.bench.killer import Killer
@@ -50,14 +50,7 @@ class Settings(NamedTuple):
 
 def measure(opener: Opener, settings: Settings, *, say: Say = lambda line: None) -> dict[str, Any]:
     """Ask until the time is over; returns a JSON-ready result: `lines` over the time, and `problems`."""
-    with opener():  # what the first pipeline of a process leaves behind for good is no leak
-        pass
-    before = Holdings.now()
-    with opener() as (pipe, killer):
-        found = _with_pipe(pipe, killer, settings, say)
-    after = Holdings.now(settle=before)
-    found["closed"] = {"before": before.figures(), "after": after.figures()}
-    found["problems"] += [f"after the close: {line}" for line in after.leaked_since(before)]
+    found = opened_and_closed(opener, lambda pipe, killer: _with_pipe(pipe, killer, settings, say))
     return {"settings": settings._asdict(), **found}
 
 
