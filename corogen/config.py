@@ -137,6 +137,8 @@ class EngineConfig:
     devices: list[int] | None = None
     #: no CUDA graphs
     eager_mode: bool = False
+    #: no weights are read, random numbers stand in for them: for measurements in the shape of a model
+    random_weights: bool = False
     #: "mp" (one process a device, the default) or "uni" (in the engine's own thread, for debugging)
     distributed_executor_backend: str | None = None
     #: requests that may be outstanding (running and waiting); 0: no bound
@@ -245,7 +247,7 @@ def _choice_problems(config: EngineConfig) -> list[str]:
 
 def _type_problems(config: EngineConfig) -> list[str]:
     kinds = {
-        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "log_prompts", "thread_safe")),
+        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "random_weights", "log_prompts", "thread_safe")),
         "a string or None": (str | None, ("revision", "download_dir", "chat_template")),
         "a dict or None": (dict | None, ("hf_overrides",)),
     }

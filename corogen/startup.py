@@ -115,6 +115,7 @@ def worker_spec(config: EngineConfig, path: Path | None) -> WorkerSpec:
         num_threads=config.num_threads or usable_cpus(),
         hf_overrides=config.hf_overrides or {},
         eager_mode=config.eager_mode,
+        random_weights=config.random_weights,
     )
 
 

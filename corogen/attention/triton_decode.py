@@ -154,7 +154,7 @@ def _decode(
     for start in range(first + split * share, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         wanted = key < end
-        places = pages(table, key, wanted, PAGE)
+        places = pages(table, start, wanted, PAGE, BLOCK, WINDOW == 0)
         s = scores(queries, read(keys, places, wanted, kv_head, KV_HEADS, DIM, PADDED), scale, softcap, SOFTCAP)
         s = tl.where(wanted[None, :], s, float("-inf"))
         v = read(values, places, wanted, kv_head, KV_HEADS, DIM_V, PADDED_V)

@@ -70,7 +70,8 @@ class TritonAttention:
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         norms: HeadNorms | None = module.__dict__.get("corogen_norms")
-        store(q, k, v, keys, values, batch.places, angles, norms)
+        upcoming = [linear.weight for linear in module.__dict__.get("corogen_upcoming", ())]
+        store(q, k, v, keys, values, batch.places, angles, norms, upcoming)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if batch.rows.shape[0]:
             decode_attention(q, keys, values, out, batch.rows, batch.lengths, batch.tables, batch.arrived, options)

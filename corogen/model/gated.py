@@ -7,6 +7,7 @@ from torch import nn
 
 from corogen.model.devices import kernels_work
 from corogen.model.fuse import FusedProduct, FusedSlice
+from corogen.model.matvec import MatVecLinear
 
 
 class GatedFeedForward(nn.Module):
@@ -15,13 +16,14 @@ class GatedFeedForward(nn.Module):
     def __init__(self, product: FusedProduct, down: nn.Module) -> None:
         super().__init__()
         self.down_proj = down
-        self._product = product
+        self.product = product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, hidden]; returns the same shape and dtype."""
         from corogen.model.triton_parts import silu_mul
 
-        out: torch.Tensor = self.down_proj(silu_mul(self._product.whole(x)))
+        upcoming = [self.down_proj.weight] if isinstance(self.down_proj, MatVecLinear) else []
+        out: torch.Tensor = self.down_proj(silu_mul(self.product.whole(x), upcoming))
         return out
 
 

@@ -4,9 +4,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
+
+from corogen.model.triton_prefetch import COUNTS, ahead, fetch_ahead
+
+#: bytes of the next product's weight that are asked for beside a norm, and beside an activation
+NORM_AHEAD = 8 << 20
+SILU_AHEAD = 8 << 20
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> torch.Tensor:
@@ -36,34 +44,45 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> 
 
 
 def sum_and_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, early: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    early: bool,
+    upcoming: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual, rounded, and the norm of that; both [1, T, n]."""
+    """x + residual, rounded, and the norm of that; both [1, T, n]. `upcoming`: weights that are read next."""
     size = x.shape[-1]
     x, residual = x.contiguous(), residual.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
-    _sum_and_rms_norm[(x.numel() // size,)](
+    rows = x.numel() // size
+    more = ahead(upcoming, NORM_AHEAD, rows, x)
+    _sum_and_rms_norm[(rows + more.programs,)](
         x,
         residual,
         weight,
         total,
         out,
         eps,
+        rows,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         EARLY=early,
         num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
+        **more.arguments,
     )
     return total, out
 
 
-def silu_mul(both: torch.Tensor) -> torch.Tensor:
-    """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out."""
+def silu_mul(both: torch.Tensor, upcoming: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out. `upcoming`: weights read next."""
     size = both.shape[-1] // 2
     out = torch.empty((*both.shape[:-1], size), dtype=both.dtype, device=both.device)
     block = min(1024, triton.next_power_of_2(size))
     rows = both.numel() // (2 * size)
-    _silu_mul[(rows, triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4)
+    blocks, more = triton.cdiv(size, block), ahead(upcoming, SILU_AHEAD, rows, both)
+    grid = (rows + triton.cdiv(more.programs, blocks), blocks)
+    _silu_mul[grid](both, out, rows, SIZE=size, BLOCK=block, num_warps=4, **more.arguments)
     return out
 
 
@@ -145,10 +164,33 @@ def _rms_norm(
     tl.store(out + row * SIZE + i, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", *COUNTS])
 def _sum_and_rms_norm(
-    x, residual, weight, total, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x,
+    residual,
+    weight,
+    total,
+    out,
+    eps,
+    rows,
+    near,
+    near_count,
+    near_per_row,
+    near_row_bytes,
+    far,
+    far_count,
+    far_per_row,
+    far_row_bytes,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD > 0:
+        if tl.program_id(0) >= rows:
+            program, programs = tl.program_id(0) - rows, tl.num_programs(0) - rows
+            fetch_ahead(program, programs, near, near_count, near_per_row, near_row_bytes, far, far_count, far_per_row, far_row_bytes, AHEAD)
+            return
     start = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -164,8 +206,30 @@ def _sum_and_rms_norm(
     tl.store(out + start + i, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", *COUNTS])
+def _silu_mul(
+    both,
+    out,
+    rows,
+    near,
+    near_count,
+    near_per_row,
+    near_row_bytes,
+    far,
+    far_count,
+    far_per_row,
+    far_row_bytes,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    if AHEAD > 0:
+        if tl.program_id(0) >= rows:
+            blocks = tl.num_programs(1)
+            program = (tl.program_id(0) - rows) * blocks + tl.program_id(1)
+            programs = (tl.num_programs(0) - rows) * blocks
+            fetch_ahead(program, programs, near, near_count, near_per_row, near_row_bytes, far, far_count, far_per_row, far_row_bytes, AHEAD)
+            return
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE

@@ -43,6 +43,7 @@ class DeviceSteps:
         self._graphs, self._prompt_graphs = GraphLadder(), GraphLadder()
         #: what graphs read: slots of the decode rows, -1 behind them
         self._rows = torch.full((limits.max_slots,), -1, dtype=torch.int32, device=device)
+        self._host_rows = np.full(limits.max_slots, -1, np.int32)
         self._inbox = torch.full((self._shape(MAX_CAPTURED_TOKENS).total,), -1, dtype=torch.int32, device=device)
         heads = max(f.kv_heads for f in layers)
         self._arrived = torch.zeros(limits.max_slots * heads, dtype=torch.int32, device=device)
@@ -108,13 +109,15 @@ class DeviceSteps:
         decode = np.array(step.decode, np.int32)
         slots.require(decode)
         slots.count_prefill(step.prefill)
-        targets = np.array([*step.decode, *(r.slot for r in step.prefill if r.sample)], np.int32)
+        order = slots.longest_first(decode)
+        decode = decode[order]
+        targets = np.array([*decode, *(r.slot for r in step.prefill if r.sample)], np.int32)
         ends = slots.ends(decode, step.prefill)
         size = None if step.prefill else self._graphs.fit(len(decode))
         outcome = self._with_prompts(decode, step.prefill, targets) if size is None else self._replay(size, decode)
         ids = self.choose(outcome, targets, ends)
         slots.advance(decode)
-        return PendingTokens(ids)
+        return PendingTokens(ids, order)
 
     def choose(self, outcome: Outcome, targets: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """The next tokens of the slots `targets`, whose positions are `ends`."""
@@ -130,7 +133,9 @@ class DeviceSteps:
         self._send_changes()
         rows = np.full(size, -1, np.int32)
         rows[: len(decode)] = decode
-        self._rows[:size].copy_(_pinned(rows), non_blocking=True)
+        if not np.array_equal(self._host_rows[:size], rows):
+            self._host_rows[:size] = rows
+            self._rows[:size].copy_(_pinned(rows), non_blocking=True)
         return self._graphs.replay(size)
 
     def _decode(self, size: int) -> Outcome:
