@@ -50,16 +50,18 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
 
     large = device == "cuda"
     kind: torch.dtype = getattr(torch, dtype)
-    source = torch.zeros((4 << 30 if large else 256 << 20) // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
-    del source, target
+    copied = _copy_rate(1 << 30 if large else 64 << 20, device)
     size = 8192 if large else 1024
     a, b = torch.randn(2, size, size, device=device).to(kind)
-    rate = 2 * size**3 / _seconds(lambda: a @ b, device)
-    if large:
-        torch.cuda.empty_cache()
-    return Ceilings(copied, rate)
+    return Ceilings(copied, 2 * size**3 / _seconds(lambda: a @ b, device))
+
+
+def _copy_rate(size: int, device: str) -> float:
+    import torch
+
+    source = torch.zeros(size, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
 
 
 def _seconds(work: Callable[[], Any], device: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +56,11 @@ def _shares(
 ) -> dict[str, Any]:
     """The floor of the rounds, and how near to it they came: 1 would be as fast as the device can be."""
     sizes = model_sizes(folder, 4 if dtype == "float32" else 2)
-    floor = functools.partial(floor_of, sizes, ceilings, new_tokens=result["output_len"])
-    floors = [floor(prompts=lengths) for lengths in asked]
+    floors = [floor_of(sizes, ceilings, lengths, result["output_len"]) for lengths in asked]
     tokens = result["requests"] * result["output_len"]
     shares = [
-        (f.prompts_s + f.decode_s) * rate / tokens for f, rate in zip(floors, result["tok_per_s"]["values"], strict=True)
+        (floor.prompts_s + floor.decode_s) * rate / tokens
+        for floor, rate in zip(floors, result["tok_per_s"]["values"], strict=True)
     ]
     step_ms = sorted(f.step_s for f in floors)[len(floors) // 2] * 1e3
     return {

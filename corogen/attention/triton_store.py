@@ -4,18 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from corogen.attention.base import HeadNorms
 from corogen.attention.triton_parts import padded
-from corogen.model.triton_prefetch import COUNTS, ahead, fetch_ahead
-
-#: bytes of the weights behind attention that are asked for beside it
-STORE_AHEAD = 32 << 20
 
 
 def store(
@@ -27,21 +21,17 @@ def store(
     places: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
     norms: HeadNorms | None = None,
-    upcoming: Sequence[torch.Tensor] = (),
 ) -> None:
     """Store k and v [1, Hkv, T, D] at `places` [T] (block * block_size + offset, or -1 for nowhere).
 
     With `angles` (cosines and sines, [1, T, D] each, in the dtype of q) q is turned in place, and k as it is stored;
     with `norms` too, both are normalised before. Every product is rounded to the dtype, as model classes do.
-    `upcoming` are weights that are read after attention.
     """
     cos, sin = angles or (q, q)
     q_weight, k_weight, eps, early = norms or (q, q, 0.0, True)
     kv_heads, dim, value_dim = k.shape[1], k.shape[3], v.shape[3]
     group = q.shape[1] // kv_heads
-    tokens = places.shape[0]
-    more = ahead(upcoming, STORE_AHEAD, tokens, q)
-    _store[(tokens + triton.cdiv(more.programs, kv_heads), kv_heads)](
+    _store[(places.shape[0], kv_heads)](
         q,
         k,
         v,
@@ -59,7 +49,6 @@ def store(
         k.stride(1),
         v.stride(2),
         v.stride(1),
-        tokens,
         KV_HEADS=kv_heads,
         GROUP=group,
         ROWS=1 << (group - 1).bit_length(),
@@ -73,7 +62,6 @@ def store(
         EARLY=early,
         num_warps=1,
         enable_fp_fusion=False,  # a fused multiply-add would skip a rounding
-        **more.arguments,
     )
 
 
@@ -100,7 +88,7 @@ def _weighted(x, scale, weight, EARLY: tl.constexpr):
     return (scaled * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["tokens", *COUNTS])
+@triton.jit
 def _store(
     q,
     k,
@@ -119,15 +107,6 @@ def _store(
     k_head,
     v_token,
     v_head,
-    tokens,
-    near,
-    near_count,
-    near_per_row,
-    near_row_bytes,
-    far,
-    far_count,
-    far_per_row,
-    far_row_bytes,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -139,14 +118,7 @@ def _store(
     TURN: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    if AHEAD > 0:
-        if tl.program_id(0) >= tokens:
-            program = (tl.program_id(0) - tokens) * KV_HEADS + tl.program_id(1)
-            programs = (tl.num_programs(0) - tokens) * KV_HEADS
-            fetch_ahead(program, programs, near, near_count, near_per_row, near_row_bytes, far, far_count, far_per_row, far_row_bytes, AHEAD)
-            return
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(places + token).to(tl.int64)
     line = tl.maximum(place, 0) * KV_HEADS + head

@@ -7,7 +7,6 @@ from torch import nn
 
 from corogen.model.devices import kernels_work
 from corogen.model.fuse import FusedProduct, FusedSlice
-from corogen.model.matvec import MatVecLinear
 
 
 class GatedFeedForward(nn.Module):
@@ -22,8 +21,7 @@ class GatedFeedForward(nn.Module):
         """x [1, T, hidden]; returns the same shape and dtype."""
         from corogen.model.triton_parts import silu_mul
 
-        upcoming = [self.down_proj.weight] if isinstance(self.down_proj, MatVecLinear) else []
-        out: torch.Tensor = self.down_proj(silu_mul(self.product.whole(x), upcoming))
+        out: torch.Tensor = self.down_proj(silu_mul(self.product.whole(x)))
         return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ class RMSNorm(nn.Module):
         self.early = dtype is None
         self._eps_tensor = weight.new_full((), eps)
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
-        #: linear layers that are computed next, see `corogen.model.upcoming`
-        self.upcoming: tuple[nn.Module, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape and dtype."""
@@ -56,8 +53,7 @@ class RMSNorm(nn.Module):
         """x + residual, and its norm, in one kernel."""
         from corogen.model.triton_parts import sum_and_rms_norm
 
-        weights: Any = [linear.weight for linear in self.upcoming]
-        return sum_and_rms_norm(x, residual, self.weight, self.eps, self.early, weights)
+        return sum_and_rms_norm(x, residual, self.weight, self.eps, self.early)
 
     def sum_for_later(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x + residual. If the very tensor is what this norm is called with next, its result is there already."""

@@ -4,17 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
-from corogen.model.triton_prefetch import COUNTS, ahead, fetch_ahead
-
-#: bytes of the next product's weight that are asked for beside a norm, and beside an activation
-NORM_AHEAD = 8 << 20
-SILU_AHEAD = 8 << 20
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> torch.Tensor:
@@ -44,62 +38,79 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, early: bool) -> 
 
 
 def sum_and_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    early: bool,
-    upcoming: Sequence[torch.Tensor] = (),
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, early: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual, rounded, and the norm of that; both [1, T, n]. `upcoming`: weights that are read next."""
+    """x + residual, rounded, and the norm of that; both [1, T, n]."""
     size = x.shape[-1]
     x, residual = x.contiguous(), residual.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
-    rows = x.numel() // size
-    more = ahead(upcoming, NORM_AHEAD, rows, x)
-    _sum_and_rms_norm[(rows + more.programs,)](
+    _sum_and_rms_norm[(x.numel() // size,)](
         x,
         residual,
         weight,
         total,
         out,
         eps,
-        rows,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         EARLY=early,
         num_warps=1 if size <= 256 else 4 if size <= 2048 else 8,
-        **more.arguments,
     )
     return total, out
 
 
-def silu_mul(both: torch.Tensor, upcoming: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out. `upcoming`: weights read next."""
+def silu_mul(both: torch.Tensor) -> torch.Tensor:
+    """silu(a) * b for a, b the halves of [..., 2 n]; contiguous in, [..., n] out."""
     size = both.shape[-1] // 2
     out = torch.empty((*both.shape[:-1], size), dtype=both.dtype, device=both.device)
     block = min(1024, triton.next_power_of_2(size))
     rows = both.numel() // (2 * size)
-    blocks, more = triton.cdiv(size, block), ahead(upcoming, SILU_AHEAD, rows, both)
-    grid = (rows + triton.cdiv(more.programs, blocks), blocks)
-    _silu_mul[grid](both, out, rows, SIZE=size, BLOCK=block, num_warps=4, **more.arguments)
+    _silu_mul[(rows, triton.cdiv(size, block))](both, out, SIZE=size, BLOCK=block, num_warps=4)
     return out
 
 
-def matrix_vector(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """weight [n, k] times x [..., k], which has one row; returns [..., n]."""
-    size, inner = weight.shape
-    rows, block = (4, 1024) if size < 8192 else (16, 512) if inner <= 2048 else (8, 512)
+class Norm(NamedTuple):
+    """An RMS norm of what a product is given, as in `rms_norm`."""
+
+    weight: torch.Tensor
+    eps: float
+    early: bool
+
+
+def matrix_vector(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """weight [n, k] times x [..., k], which has one row; returns [..., n].
+
+    With `norm` x is normalised before; with `gated` silu(a) * b is returned for the halves a, b of the product; a
+    `residual` is added. Everything is rounded where separate operations would round.
+    """
+    size, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    rows, block = _tile(weight.shape[0], inner, gated)
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     _matrix_vector[(triton.cdiv(size, rows),)](
         x.contiguous(),
         weight,
         out if bias is None else bias,
+        out if norm is None else norm.weight,
+        out if residual is None else residual.contiguous(),
         out,
         size,
         weight.stride(0),
+        0.0 if norm is None else norm.eps,
         INNER=inner,
+        PADDED=triton.next_power_of_2(inner),
         BIAS=bias is not None,
+        NORM=norm is not None,
+        EARLY=norm is not None and norm.early,
+        GATED=gated,
+        ADD=residual is not None,
         ROWS=rows,
         BLOCK=block,
         num_warps=4,
@@ -107,36 +118,84 @@ def matrix_vector(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return out
 
 
+def _tile(size: int, inner: int, gated: bool) -> tuple[int, int]:
+    """Rows of the result and columns of the weight that a program has at a time."""
+    rows, block = (4, 1024) if size < 8192 else (16, 512) if inner <= 2048 else (8, 512)
+    return (max(1, rows // 2) if gated else rows), block
+
+
+@triton.jit
+def _part(x, start, i, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    if INNER % BLOCK == 0:
+        return tl.load(x + start + i)
+    return tl.load(x + start + i, mask=start + i < INNER, other=0.0)
+
+
+@triton.jit
+def _part_of_rows(line, start, i, inside, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    if INNER % BLOCK == 0:
+        return tl.load(line + start, mask=inside[:, None], other=0.0)
+    return tl.load(line + start, mask=inside[:, None] & (start + i < INNER)[None, :], other=0.0)
+
+
 @triton.jit
 def _matrix_vector(
     x,
     weight,
     bias,
+    norm,
+    residual,
     out,
     size,
     row_stride,
+    eps,
     INNER: tl.constexpr,
+    PADDED: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    kind = out.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)
     inside = row < size
     line = weight + row.to(tl.int64)[:, None] * row_stride + i[None, :]
+    second = line + size.to(tl.int64) * row_stride
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc_b = tl.zeros([ROWS, BLOCK], tl.float32)
+    if NORM:
+        every = tl.arange(0, PADDED)
+        wide = tl.load(x + every, mask=every < INNER, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / INNER + eps)
     for start in tl.range(0, INNER, BLOCK, num_stages=3):
-        if INNER % BLOCK == 0:
-            w = tl.load(line + start, mask=inside[:, None], other=0.0)
-            part = tl.load(x + start + i)
-        else:
-            w = tl.load(line + start, mask=inside[:, None] & (start + i < INNER)[None, :], other=0.0)
-            part = tl.load(x + start + i, mask=start + i < INNER, other=0.0)
-        acc += w.to(tl.float32) * part.to(tl.float32)[None, :]
+        w = _part_of_rows(line, start, i, inside, INNER, BLOCK)
+        part = _part(x, start, i, INNER, BLOCK).to(tl.float32)
+        if NORM:
+            part = part * scale
+            if EARLY:
+                part = part.to(kind).to(tl.float32)
+            part = (part * _part(norm, start, i, INNER, BLOCK).to(tl.float32)).to(kind).to(tl.float32)
+        acc += w.to(tl.float32) * part[None, :]
+        if GATED:
+            w = _part_of_rows(second, start, i, inside, INNER, BLOCK)
+            acc_b += w.to(tl.float32) * part[None, :]
     total = tl.sum(acc, 1)
     if BIAS:
         total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
+    if GATED:
+        up = tl.sum(acc_b, 1)
+        if BIAS:
+            up += tl.load(bias + size + row, mask=inside, other=0.0).to(tl.float32)
+        gate = total.to(kind).to(tl.float32)
+        active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        total = active * up.to(kind).to(tl.float32)
+    if ADD:
+        total = total.to(kind).to(tl.float32) + tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, total.to(kind), mask=inside)
 
 
 @triton.jit
@@ -164,33 +223,10 @@ def _rms_norm(
     tl.store(out + row * SIZE + i, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", *COUNTS])
+@triton.jit
 def _sum_and_rms_norm(
-    x,
-    residual,
-    weight,
-    total,
-    out,
-    eps,
-    rows,
-    near,
-    near_count,
-    near_per_row,
-    near_row_bytes,
-    far,
-    far_count,
-    far_per_row,
-    far_row_bytes,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    x, residual, weight, total, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    if AHEAD > 0:
-        if tl.program_id(0) >= rows:
-            program, programs = tl.program_id(0) - rows, tl.num_programs(0) - rows
-            fetch_ahead(program, programs, near, near_count, near_per_row, near_row_bytes, far, far_count, far_per_row, far_row_bytes, AHEAD)
-            return
     start = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -206,30 +242,8 @@ def _sum_and_rms_norm(
     tl.store(out + start + i, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", *COUNTS])
-def _silu_mul(
-    both,
-    out,
-    rows,
-    near,
-    near_count,
-    near_per_row,
-    near_row_bytes,
-    far,
-    far_count,
-    far_per_row,
-    far_row_bytes,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    if AHEAD > 0:
-        if tl.program_id(0) >= rows:
-            blocks = tl.num_programs(1)
-            program = (tl.program_id(0) - rows) * blocks + tl.program_id(1)
-            programs = (tl.num_programs(0) - rows) * blocks
-            fetch_ahead(program, programs, near, near_count, near_per_row, near_row_bytes, far, far_count, far_per_row, far_row_bytes, AHEAD)
-            return
+@triton.jit
+def _silu_mul(both, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE

@@ -11,6 +11,7 @@ import torch
 from corogen.attention.base import forward_context
 from corogen.attention.cache import TokenMajorCache
 from corogen.attention.probe import LayerFacts
+from corogen.attention.triton_decode import max_shares, share_out
 from corogen.attention.triton_paged import DeviceBatch, TritonAttention
 from corogen.attention.triton_prefill import tokens_per_tile
 from corogen.model import hf
@@ -45,8 +46,8 @@ class DeviceSteps:
         self._rows = torch.full((limits.max_slots,), -1, dtype=torch.int32, device=device)
         self._host_rows = np.full(limits.max_slots, -1, np.int32)
         self._inbox = torch.full((self._shape(MAX_CAPTURED_TOKENS).total,), -1, dtype=torch.int32, device=device)
-        heads = max(f.kv_heads for f in layers)
-        self._arrived = torch.zeros(limits.max_slots * heads, dtype=torch.int32, device=device)
+        self._kv_heads = max(f.kv_heads for f in layers)
+        self._arrived = torch.zeros(limits.max_slots * self._kv_heads, dtype=torch.int32, device=device)
         self._ids = torch.zeros(limits.max_slots, dtype=torch.long, device=device)
 
     # --- start-up ----------------------------------------------------------------------------------------------------
@@ -191,11 +192,18 @@ class DeviceSteps:
         places, lengths = (torch.empty(n, dtype=torch.int32, device=self._device) for n in (count, num_rows))
         state, limit = (slots.tables, slots.lengths, slots.last_tokens), self._limits.last_position
         prepare(token_slots, fresh, *state, self._block_size, limit, ids, positions, places, lengths)
-        batch = DeviceBatch(
-            slots.tables, places, token_slots[:num_rows], lengths, tiles, self._tile_tokens, self._arrived
-        )
+        shares = self._shares(token_slots[:num_rows], lengths)
+        batch = DeviceBatch(slots.tables, places, shares, tiles, self._tile_tokens, self._arrived)
         with forward_context(TritonAttention(self._cache, batch, self._turns)):
             return hf.forward(self._model, ids, positions, at)
+
+    def _shares(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Of the decode rows' keys, see `share_out`."""
+        count = max_shares(len(rows), self._kv_heads) if len(rows) else 0
+        shares = torch.empty((count, 8), dtype=torch.int32, device=self._device)
+        if count:
+            share_out(rows, lengths, shares, self._kv_heads)
+        return shares
 
     def _send_changes(self) -> None:
         changes = self._slots.take_changes()

@@ -21,7 +21,7 @@ from corogen.model.layers import fuse_layer_sums
 from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
-from corogen.model.upcoming import announce_products
+from corogen.model.single import use_single_rows
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
 from corogen.workers.device import choose_device
 from corogen.workers.host_steps import HostSteps
@@ -100,7 +100,7 @@ class Runner:
         replace_feed_forwards(model)
         fuse_layer_sums(model)
         own_memory(model, self._device)
-        announce_products(model)
+        use_single_rows(model, self._device)
         self._model = model
 
     def _prepare(self, config: Any) -> int:

@@ -10,10 +10,23 @@ from corogen.params import GenerationConfig
 from corogen.testing.tiny import tiny_model
 from tests.real import parity
 
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "phi3",
+    "olmo2",
+    "granite",
+    "gpt_oss",
+    "qwen3_moe",
+]
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_ids_equal_transformers_on_the_same_gpu(tmp_path, family):
     import torch
     from transformers import AutoModelForCausalLM
@@ -24,7 +37,8 @@ async def test_greedy_ids_equal_transformers_on_the_same_gpu(tmp_path, family):
     config = GenerationConfig(max_new_tokens=24, ignore_eos=True)
     # 14 blocks of 16 for five sequences: some are preempted
     async with Engine(
-        str(folder), EngineConfig(device_type="cuda", dtype="float32", num_gpu_blocks=14, max_batch_size=4)
+        str(folder),
+        EngineConfig(device_type="cuda", dtype="float32", block_size=16, num_gpu_blocks=14, max_batch_size=4),
     ) as engine:
         together = [a.token_ids for a in await asyncio.gather(*(engine.generate(p, config) for p in prompts))]
         alone = [(await engine.generate(p, config)).token_ids for p in prompts]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real_model
 async def check_parity(model, reference, *, count, new, longest, device="cpu"):
     chats = parity.chats(count, longest=longest)
     config = GenerationConfig(max_new_tokens=new)
-    common = {"device_type": device, "dtype": "float32", "max_batch_size": 32}
+    common = {"device_type": device, "dtype": "float32", "max_batch_size": 32, "block_size": 16}
     async with Engine(str(model), EngineConfig(**common)) as engine:
         prompts = [engine.prepare(c, do_preprocess=not isinstance(c, str)).prompt_ids for c in chats]
         theirs = [parity.generate(reference, prompt, new) for prompt in prompts]
