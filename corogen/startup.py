@@ -28,7 +28,7 @@ logger = logging.getLogger("corogen.engine")
 
 #: defaults by device: requests at once, tokens a step, tokens a block
 _CPU_DEFAULTS = (64, 256, 16)
-_GPU_DEFAULTS = (256, 8192, 64)
+_GPU_DEFAULTS = (256, 2048, 64)
 
 
 Progress = Callable[[StartPhase], None]

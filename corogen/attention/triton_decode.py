@@ -61,7 +61,7 @@ _PROGRAMS = 528
 
 def _least_keys(programs: int) -> int:
     """The fewest keys that are worth a share, for so many rows times kv heads."""
-    return 128 if programs <= 64 else 256 if programs <= 256 else 2048
+    return 128 if programs <= 64 else 256 if programs <= 256 else 1024
 
 
 def decode_attention(
@@ -109,10 +109,13 @@ def decode_attention(
         BLOCK=heads.block,
         ITEM=_ITEM,
         TILE=max(1, min(8, 4096 // (group * heads.value_padded))),
-        num_warps=4,
-        num_stages=5 if heads.block * heads.key_padded * keys.element_size() <= 8192 else 3,
+        **_launch(heads.block * heads.key_padded * keys.element_size()),
         **option_arguments(options, q),
     )
+
+
+def _launch(tile_bytes: int) -> dict[str, int]:
+    return {"num_warps": 4, "num_stages": 5 if tile_bytes <= 8192 else 3}
 
 
 @triton.jit(do_not_specialize=["batch", "count"])

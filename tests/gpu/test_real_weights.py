@@ -106,7 +106,9 @@ async def test_two_hundred_chats_make_sense(demo_gguf, demo_folder, tmp_path) ->
         ]
         for i in range(200)
     ]
-    async with Engine(str(demo_gguf), EngineConfig(device_type="cuda", dtype="bfloat16", session_len=1024)) as engine:
+    async with Engine(
+        str(demo_gguf), EngineConfig(device_type="cuda", dtype="bfloat16", num_gpu_blocks=2000)
+    ) as engine:
         prompts = [engine.prepare(chat).prompt_ids for chat in chats]
         config = GenerationConfig(max_new_tokens=96)
         answers = await asyncio.gather(*(engine.generate(p, config) for p in prompts))
@@ -122,4 +124,4 @@ async def test_two_hundred_chats_make_sense(demo_gguf, demo_folder, tmp_path) ->
     print(f"nats a token: mean {sum(losses) / 200:.3f}, highest {max(losses):.3f}")
     for i in (0, 50, 100, 150, 199):
         print(chats[i][0]["content"], "->", answers[i].text[:300].replace("\n", " "))
-    assert max(losses) < 1.5
+    assert max(losses) < 2.5  # ids drawn at random would have 11
