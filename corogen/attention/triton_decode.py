@@ -115,7 +115,8 @@ def decode_attention(
 
 
 def _launch(tile_bytes: int) -> dict[str, int]:
-    return {"num_warps": 4, "num_stages": 5 if tile_bytes <= 8192 else 3}
+    small = tile_bytes <= 8192
+    return {"num_warps": 2 if small else 4, "num_stages": 5 if small else 3}
 
 
 @triton.jit(do_not_specialize=["batch", "count"])
