@@ -125,8 +125,8 @@ class EngineConfig:
     cache_max_entry_count: float = 0.8
     #: exact number of KV blocks; 0: from cache_max_entry_count
     num_gpu_blocks: int = 0
-    #: tokens a block
-    block_size: int = 16
+    #: tokens a block; None: 16 on a CPU, 64 on a GPU
+    block_size: int | None = None
     #: tokens that one step computes at most, and so the size of a prompt's chunks; None: 256 on a CPU, 8192 on a GPU
     max_prefill_token_num: int | None = None
     #: keep the blocks of finished requests so that a prompt with the same beginning need not compute it again
@@ -137,6 +137,8 @@ class EngineConfig:
     devices: list[int] | None = None
     #: no CUDA graphs
     eager_mode: bool = False
+    #: no weights are read, random numbers stand in for them: for measurements in the shape of a model
+    random_weights: bool = False
     #: "mp" (one process a device, the default) or "uni" (in the engine's own thread, for debugging)
     distributed_executor_backend: str | None = None
     #: requests that may be outstanding (running and waiting); 0: no bound
@@ -194,7 +196,7 @@ _WHOLE_NUMBERS = {
     "session_len": (2, 2**31, True),
     "max_batch_size": (1, 65_536, True),
     "num_gpu_blocks": (0, 2**24, False),
-    "block_size": (1, 65_536, False),
+    "block_size": (1, 65_536, True),
     "max_prefill_token_num": (1, 2**24, True),
     "queue_size": (0, 2**63, False),
     "max_waiting_tokens": (0, 2**63, False),
@@ -243,9 +245,12 @@ def _choice_problems(config: EngineConfig) -> list[str]:
     return found
 
 
+_SWITCHES = ("enable_prefix_caching", "eager_mode", "random_weights", "log_prompts", "thread_safe")
+
+
 def _type_problems(config: EngineConfig) -> list[str]:
     kinds = {
-        "True or False": (bool, ("enable_prefix_caching", "eager_mode", "log_prompts", "thread_safe")),
+        "True or False": (bool, _SWITCHES),
         "a string or None": (str | None, ("revision", "download_dir", "chat_template")),
         "a dict or None": (dict | None, ("hf_overrides",)),
     }

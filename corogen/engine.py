@@ -127,9 +127,9 @@ class Engine:
         self._ready = ready
         for line in ready.warnings:
             logger.warning("%s", line)
-        max_len = startup.max_len(config, ready)
+        max_len = startup.max_len(config, ready, spec.block_size)
         self._admission = startup.make_admission(config, files, self._tokenizer, max_len, ready.vocab_size)
-        scheduler = startup.make_scheduler(config, ready)
+        scheduler = startup.make_scheduler(config, ready, spec.block_size)
         intake = self._intake
         steps = self._steps = StepLoop(scheduler, executor, depth=config.pp + 1, intake=intake, on_idle=self._idle.set)
         self._respawn_spec = msgspec.structs.replace(spec, num_blocks=ready.num_blocks)
@@ -390,7 +390,9 @@ class Engine:
 
     def describe(self) -> str:
         """One line: what the cache holds."""
-        return startup.describe(self.config, self.ready, self.admission.facts.max_len)
+        ready, facts = self.ready, self.admission.facts
+        assert self._respawn_spec is not None
+        return startup.describe(ready, self._respawn_spec.block_size, facts.max_len)
 
 
 def _log_phase(phase: StartPhase) -> None:

@@ -369,7 +369,7 @@ def _sampling(value: Mapping[str, Any], stop: frozenset[int], prompt_len: int) -
         top_k=value["top_k"],
         top_p=max(float(value["top_p"]), _LEAST_SHARE),
         min_p=float(value["min_p"]),
-        seed=secrets.randbits(63) if seed is None else seed % 2**63,
+        seed=seed % 2**63 if seed is not None else 0 if greedy else secrets.randbits(63),
         suppress_ids=tuple(sorted(stop)) if minimum else (),
         suppress_until=prompt_len + minimum,
         banned_ids=tuple(value["bad_token_ids"] or ()),

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("corogen.engine")
 
-#: defaults by device: requests at once, tokens a step
-_CPU_DEFAULTS = (64, 256)
-_GPU_DEFAULTS = (256, 8192)
+#: defaults by device: requests at once, tokens a step, tokens a block
+_CPU_DEFAULTS = (64, 256, 16)
+_GPU_DEFAULTS = (256, 2048, 64)
 
 
 Progress = Callable[[StartPhase], None]
@@ -106,7 +106,7 @@ def worker_spec(config: EngineConfig, path: Path | None) -> WorkerSpec:
         sys_path=[os.path.abspath(p) for p in sys.path if p],
         device=device,
         dtype=config.dtype,
-        block_size=config.block_size,
+        block_size=config.block_size or (_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)[2],
         num_blocks=config.num_gpu_blocks or None,
         cache_fraction=config.cache_max_entry_count,
         max_slots=_max_batch_size(config, device),
@@ -115,21 +115,22 @@ def worker_spec(config: EngineConfig, path: Path | None) -> WorkerSpec:
         num_threads=config.num_threads or usable_cpus(),
         hf_overrides=config.hf_overrides or {},
         eager_mode=config.eager_mode,
+        random_weights=config.random_weights,
     )
 
 
-def make_scheduler(config: EngineConfig, ready: WorkerReady) -> Scheduler:
+def make_scheduler(config: EngineConfig, ready: WorkerReady, block_size: int) -> Scheduler:
     """A scheduler over the blocks that the workers have."""
     return Scheduler(
         BlockPool(ready.num_blocks),
-        block_size=config.block_size,
+        block_size=block_size,
         max_batch_size=_max_batch_size(config, ready.device),
         token_budget=_token_budget(config, ready.device),
         prefix_caching=config.enable_prefix_caching,
     )
 
 
-def max_len(config: EngineConfig, ready: WorkerReady) -> int:
+def max_len(config: EngineConfig, ready: WorkerReady, block_size: int) -> int:
     """Tokens of prompt and answer together. Raises ConfigError if more were asked for than the model has positions."""
     wanted = config.session_len
     if wanted is not None and wanted > ready.max_positions:
@@ -137,7 +138,7 @@ def max_len(config: EngineConfig, ready: WorkerReady) -> int:
             f"session_len={wanted} is more than the {ready.max_positions} positions of the model: lower it, or "
             "extend the model through hf_overrides"
         )
-    return min(wanted or ready.max_positions, ready.num_blocks * config.block_size)
+    return min(wanted or ready.max_positions, ready.num_blocks * block_size)
 
 
 def _text_folder(path: Path) -> Path:
@@ -165,11 +166,11 @@ def make_admission(
     return Admission(tokenizer, None, facts)
 
 
-def describe(config: EngineConfig, ready: WorkerReady, max_len: int) -> str:
+def describe(ready: WorkerReady, block_size: int, max_len: int) -> str:
     """One line for the log: what the cache holds."""
-    fit = ready.num_blocks * config.block_size // max_len
+    fit = ready.num_blocks * block_size // max_len
     return (
-        f"ready on {ready.device} in {ready.dtype}: {ready.num_blocks} blocks of {config.block_size} tokens, sequences "
+        f"ready on {ready.device} in {ready.dtype}: {ready.num_blocks} blocks of {block_size} tokens, sequences "
         f"of up to {max_len} tokens, of which {fit} fit at once"
     )
 

@@ -159,7 +159,7 @@ class StepLoop:
             plan = self.scheduler.plan()
             if plan is None:
                 if self.scheduler.idle:
-                    self.scheduler.check()
+                    self.scheduler.check_idle()
                 return
             now = time.monotonic()
             self._in_flight.append((plan, now))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TEXT = "The capital of France is Paris, as everybody knows who has ever been there. 你好, café! "
 _PROMPT_LEN = 16
+_BLOCK_SIZE = 16
 
 
 class Mark(NamedTuple):
@@ -98,7 +99,7 @@ def measure(
         ConfigError: too few tokens for two full steps.
     """
     tokenizer, ids = _answer(tokenizer_folder)
-    blocks = streams * (-(-(new_tokens + _PROMPT_LEN) // EngineConfig.block_size) + 1)
+    blocks = streams * (-(-(new_tokens + _PROMPT_LEN) // _BLOCK_SIZE) + 1)
     executor = MeteredExecutor(
         lambda prompt: ids,
         step_time_s=step_time_s,
@@ -106,7 +107,7 @@ def measure(
         max_positions=new_tokens + _PROMPT_LEN + 1,
         vocab_size=tokenizer.vocab_size,
     )
-    config = EngineConfig(max_batch_size=streams, max_prefill_token_num=max(8192, streams))
+    config = EngineConfig(block_size=_BLOCK_SIZE, max_batch_size=streams, max_prefill_token_num=max(8192, streams))
     run, cpu = _consume(executor, tokenizer, config, streams, new_tokens)
     pieces = sum(len(line.arrivals) for line in run.lines)
     return step_cost(

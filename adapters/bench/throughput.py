@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from corogen.adapters.bench import machine
@@ -86,6 +87,7 @@ def measure(
     ignore_eos: bool = True,
     repeat: int = 5,
     peer: PeerRun | None = None,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """Measure `repeat` rounds (pairs, with a peer) after a warm-up of both sides; returns a JSON-ready result.
@@ -93,12 +95,13 @@ def measure(
     Args:
         ignore_eos: every answer has exactly `output_len` tokens; needed with a peer.
         prompts: gives the prompts of a round; round 0 is the warm-up.
+        sampling: further fields of GenerationConfig.
         say: told one line about each round.
 
     Raises:
         CorogenError: a request failed, or the peer did.
     """
-    config = GenerationConfig(max_new_tokens=output_len, ignore_eos=ignore_eos)
+    config = GenerationConfig(max_new_tokens=output_len, ignore_eos=ignore_eos, **sampling)
 
     def ours(round_number: int) -> Round:
         return asyncio.run(stream_all(pipe, prompts(round_number), config))

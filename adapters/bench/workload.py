@@ -42,6 +42,12 @@ def random_prompts(count: int, length: int, vocab_size: int, *, seed: int = 0) -
     return [[rng.randrange(low, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
+def varied_prompts(count: int, low: int, high: int, vocab_size: int, *, seed: int = 0) -> list[Any]:
+    """`count` prompts of `low` to `high` random token ids, without a common beginning."""
+    rng = random.Random(seed)
+    return [random_prompts(1, rng.randint(low, high), vocab_size, seed=rng.getrandbits(60))[0] for _ in range(count)]
+
+
 def prompts_from(path: Path, count: int, round_number: int = 0) -> list[Any]:
     """The next `count` prompts of a file, again from its beginning when it has fewer.
 

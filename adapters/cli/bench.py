@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,18 +64,42 @@ def throughput(
         ),
     ] = "batch",
     prefix_caching: PrefixCaching = True,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="No model: random weights in the shape of llama-1b, qwen3-8b or a config.json. Prompts are 100 to "
+            "1,024 random tokens, answers have their full length, a stop word is looked for; what share of the "
+            "device's floor is reached is told too."
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sample instead of greedy choice.", min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(help="The same.", min=0, max=1)] = None,
 ) -> None:
     """Many requests at once.
 
     Tokens a second, and how evenly they come.
     """
+    chosen = {"temperature": temperature, "top_p": top_p}
+    sampling: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if sampling:
+        sampling["do_sample"] = True
     with guarded(output):
+        if random_weights is not None:
+            if compare or prompts is not None:
+                raise typer.BadParameter("--random-weights goes with neither --compare nor --prompts")
+            result = _in_shape_of(
+                random_weights, engine, output, num_prompts, input_len, prefix_caching,
+                output_len=output_len, repeat=repeat, sampling=sampling,
+            )  # fmt: skip
+            show_result("throughput", result, output)
+            return
         if compare and not ignore_eos:
             raise typer.BadParameter("--compare needs --ignore-eos: both sides must generate the same number of tokens")
         count = 1 if peer == "one" and compare else num_prompts
         result = _measured(
             engine, output, count, input_len, prompts, prefix_caching,
             output_len=output_len, ignore_eos=ignore_eos, repeat=repeat, kind=peer if compare else None,
+            sampling=sampling,
         )  # fmt: skip
         show_result("throughput", result, output)
 
@@ -244,6 +270,34 @@ def _measured(
         result = measure(pipe, prompts, peer=peer, say=teller(output), **how)
     setting = machine.setting(threads=threads, prefix_caching=prefix_caching)
     return {"model": engine.model, "input": _input_words(input_len, file), **result, "setting": setting}
+
+
+def _in_shape_of(
+    shape: str,
+    engine: EngineOptions,
+    output: OutputOptions,
+    count: int,
+    input_len: int | None,
+    prefix_caching: bool,
+    *,
+    sampling: dict[str, Any],
+    **how: Any,
+) -> dict[str, Any]:
+    from corogen.adapters.bench import machine
+    from corogen.adapters.bench.random_model import make_folder
+    from corogen.adapters.bench.shaped import measure_shaped
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = dataclasses.replace(engine, model=str(make_folder(shape, Path(folder))))
+        config = {"enable_prefix_caching": prefix_caching, "random_weights": True}
+        with _pipeline(engine, output, **config) as pipe:
+            low, high = (input_len, input_len) if input_len is not None else (100, 1024)
+            result = measure_shaped(
+                pipe, Path(folder), count, (low, high), sampling=sampling, say=teller(output), **how
+            )
+    words = f"{low} to {high} random tokens"
+    setting = machine.setting(prefix_caching=prefix_caching)
+    return {"model": f"random weights like {shape}", "input": words, **result, "setting": setting}
 
 
 def _prompts(pipe: Pipeline, count: int, input_len: int | None, file: Path | None) -> PromptSource:

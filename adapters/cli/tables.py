@@ -61,7 +61,16 @@ def _generation(result: dict[str, Any]) -> list[Any]:
     rows = [[name, *(number(v) for v in result[key].values())] for name, key in times]
     parts.append(_table("milliseconds", ["", "p50", "p90", "p99"], rows))
     parts.append(f"tokens a piece: {number(result['tokens_per_piece'], 2)}")
+    if "floor" in result:
+        parts.append(_floor_line(result["floor"]))
     return parts
+
+
+def _floor_line(floor: dict[str, Any]) -> str:
+    return (
+        f"{floor['share']:.0%} of what {floor['bytes_per_s'] / 1e12:.2f} TB/s and {floor['flops_per_s'] / 1e12:.0f} "
+        f"TFLOP/s allow over all; between tokens {floor['step_share']:.0%} of {floor['step_ms']:.2f} ms"
+    )
 
 
 def _peer_line(result: dict[str, Any]) -> str:

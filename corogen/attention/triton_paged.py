@@ -21,10 +21,8 @@ class DeviceBatch(NamedTuple):
     tables: torch.Tensor
     #: [T], where each token's key and value go, or -1 for nowhere
     places: torch.Tensor
-    #: [B], slots of the decode rows, or -1 for none
-    rows: torch.Tensor
-    #: [B], how many keys each decode row sees
-    lengths: torch.Tensor
+    #: [n, 8], the decode rows' shares, see `share_out`
+    shares: torch.Tensor
     #: [n, 4], see `prefill_attention`; None: decode rows only
     tiles: torch.Tensor | None
     tile_tokens: int
@@ -72,8 +70,8 @@ class TritonAttention:
         norms: HeadNorms | None = module.__dict__.get("corogen_norms")
         store(q, k, v, keys, values, batch.places, angles, norms)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-        if batch.rows.shape[0]:
-            decode_attention(q, keys, values, out, batch.rows, batch.lengths, batch.tables, batch.arrived, options)
+        if batch.shares.shape[0]:
+            decode_attention(q, keys, values, out, batch.shares, batch.tables, batch.arrived, options)
         if batch.tiles is not None:
             prefill_attention(q, keys, values, out, batch.tiles, batch.tile_tokens, batch.tables, options)
         return out[None]

@@ -57,10 +57,13 @@ def option_arguments(options: Options, q: torch.Tensor) -> dict[str, object]:
 
 
 @triton.jit
-def pages(table, keys_at, wanted, PAGE: tl.constexpr):
-    """Places in the cache of the keys at `keys_at`."""
-    block = tl.load(table + keys_at // PAGE, mask=wanted, other=0)
-    return block.to(tl.int64) * PAGE + keys_at % PAGE
+def pages(table, start, wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Places in the cache of the BLOCK keys from `start` on, which is a multiple of BLOCK if ALIGNED."""
+    if ALIGNED and PAGE % BLOCK == 0:
+        return tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
+    key = start + tl.arange(0, BLOCK)
+    block = tl.load(table + key // PAGE, mask=wanted, other=0)
+    return block.to(tl.int64) * PAGE + key % PAGE
 
 
 @triton.jit

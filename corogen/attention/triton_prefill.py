@@ -119,14 +119,14 @@ def _prefill(
     for at_key in range(begin, plain, BLOCK):
         key = at_key + tl.arange(0, BLOCK)
         wanted = key >= 0
-        places = pages(table, key, wanted, PAGE)
+        places = pages(table, at_key, wanted, PAGE, BLOCK, True)
         s = scores(queries, read(keys, places, wanted, kv_head, KV_HEADS, DIM, PADDED), scale, softcap, SOFTCAP)
         v = read(values, places, wanted, kv_head, KV_HEADS, DIM_V, PADDED_V)
         high, total, acc = accumulate(s, v, high, total, acc)
     for at_key in range(plain, end, BLOCK):
         key = at_key + tl.arange(0, BLOCK)
         wanted = key < end
-        places = pages(table, key, wanted, PAGE)
+        places = pages(table, at_key, wanted, PAGE, BLOCK, True)
         s = scores(queries, read(keys, places, wanted, kv_head, KV_HEADS, DIM, PADDED), scale, softcap, SOFTCAP)
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:

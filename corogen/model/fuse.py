@@ -24,7 +24,7 @@ class FusedProduct:
     """One product whose output is shared out to several modules. No module itself, so that nothing walks into it."""
 
     def __init__(self, linear: Linear, sizes: list[int]) -> None:
-        self._linear, self._sizes = linear, sizes
+        self.linear, self._sizes = linear, sizes
         self._source: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
@@ -32,7 +32,7 @@ class FusedProduct:
         """Part `index` of the product with x; computed when x is new or the part was taken before."""
         if self._source is not x or index not in self._parts:
             self._source = x
-            self._parts = dict(enumerate(self._linear(x).split(self._sizes, dim=-1)))
+            self._parts = dict(enumerate(self.linear(x).split(self._sizes, dim=-1)))
         part = self._parts.pop(index)
         if not self._parts:
             self._source = None
@@ -40,7 +40,7 @@ class FusedProduct:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All parts side by side."""
-        out: torch.Tensor = self._linear(x)
+        out: torch.Tensor = self.linear(x)
         return out
 
 

@@ -15,13 +15,13 @@ class GatedFeedForward(nn.Module):
     def __init__(self, product: FusedProduct, down: nn.Module) -> None:
         super().__init__()
         self.down_proj = down
-        self._product = product
+        self.product = product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, hidden]; returns the same shape and dtype."""
         from corogen.model.triton_parts import silu_mul
 
-        out: torch.Tensor = self.down_proj(silu_mul(self._product.whole(x)))
+        out: torch.Tensor = self.down_proj(silu_mul(self.product.whole(x)))
         return out
 
 

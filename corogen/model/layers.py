@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from corogen.model.norm import RMSNorm
+from corogen.model.single import SingleRow
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -44,6 +45,9 @@ def _fused_forward(layer: Any, after: RMSNorm | None) -> Callable[..., Any]:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(hidden_states, *args, **kwargs)
+        single: SingleRow | None = layer.__dict__.get("corogen_single")
+        if single is not None and single.takes(hidden_states):
+            return single(hidden_states, **kwargs)
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         total, normed = layer.post_attention_layernorm.after_sum(attended, hidden_states)
         out = layer.mlp(normed)

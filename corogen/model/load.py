@@ -136,6 +136,20 @@ class Loader:
             names = _shortened(self._unexpected)
             self.warnings.append(f"the checkpoint holds tensors that the model has no place for: {names}")
 
+    def fill_randomly(self) -> None:
+        """The same random numbers each time: matrices of a small spread, ones for norms, zeros for biases."""
+        tied = hf.tied_parameters(self._model)
+        generator = torch.Generator(self._device).manual_seed(0)
+        for target, shape in list(self._waiting.items()):
+            if target not in tied:
+                dtype = torch.float32 if self._keeps_float32(target) else self._dtype
+                value = torch.full(shape, 0.0 if target.endswith("bias") else 1.0, dtype=dtype, device=self._device)
+                if len(shape) > 1:
+                    value.normal_(std=0.02, generator=generator)
+                _set_parameter(self._model, target, value)
+                del self._waiting[target]
+        self._tie()
+
     def _place_all(self, tensors: list[tuple[str, Reader]], progress: Progress) -> None:
         mapper = hf.KeyMapper(self._model)
         for done, (name, read) in enumerate(tensors):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from corogen.model.norm import RMSNorm
+    from corogen.model.triton_parts import Norm
 
 
 class MatVecLinear(nn.Module):
@@ -17,11 +23,29 @@ class MatVecLinear(nn.Module):
         # the same parameter, which others may be tied to
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._before: Norm | None = None
+        self._behind: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features]; returns [..., out_features]."""
-        if x.numel() != self.in_features or x.dtype != self.weight.dtype:
+        if not self.takes(x):
             return linear(x, self.weight, self.bias)
+        return self.single(x)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x is a single row for our kernel."""
+        return x.numel() == self.in_features and x.dtype == self.weight.dtype
+
+    def single(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        """For a single row; with `gated` silu(a) * b for the halves a, b of the product."""
         from corogen.model.triton_parts import matrix_vector
 
-        return matrix_vector(x, self.weight, self.bias)
+        norm, residual, self._before, self._behind = self._before, self._behind, None, None
+        return matrix_vector(x, self.weight, self.bias, norm=norm, gated=gated, residual=residual)
+
+    def expect(self, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None) -> None:
+        """The next call, which must be one with a single row, normalises before the product and adds behind it."""
+        from corogen.model.triton_parts import Norm
+
+        self._before = None if norm is None else Norm(norm.weight, norm.eps, norm.early)
+        self._behind = residual

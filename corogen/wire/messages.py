@@ -120,6 +120,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, array_like=True, tag="spec"):
     num_threads: int
     hf_overrides: dict[str, Any] = {}
     eager_mode: bool = False
+    random_weights: bool = False
 
 
 #: what happens in the phases of a start, for people; they come in this order, the first two only if there is need

@@ -11,6 +11,7 @@ import torch
 from corogen.attention.base import forward_context
 from corogen.attention.cache import TokenMajorCache
 from corogen.attention.probe import LayerFacts
+from corogen.attention.triton_decode import max_shares, share_out
 from corogen.attention.triton_paged import DeviceBatch, TritonAttention
 from corogen.attention.triton_prefill import tokens_per_tile
 from corogen.model import hf
@@ -43,9 +44,10 @@ class DeviceSteps:
         self._graphs, self._prompt_graphs = GraphLadder(), GraphLadder()
         #: what graphs read: slots of the decode rows, -1 behind them
         self._rows = torch.full((limits.max_slots,), -1, dtype=torch.int32, device=device)
+        self._host_rows = np.full(limits.max_slots, -1, np.int32)
         self._inbox = torch.full((self._shape(MAX_CAPTURED_TOKENS).total,), -1, dtype=torch.int32, device=device)
-        heads = max(f.kv_heads for f in layers)
-        self._arrived = torch.zeros(limits.max_slots * heads, dtype=torch.int32, device=device)
+        self._kv_heads = max(f.kv_heads for f in layers)
+        self._arrived = torch.zeros(limits.max_slots * self._kv_heads, dtype=torch.int32, device=device)
         self._ids = torch.zeros(limits.max_slots, dtype=torch.long, device=device)
 
     # --- start-up ----------------------------------------------------------------------------------------------------
@@ -108,13 +110,15 @@ class DeviceSteps:
         decode = np.array(step.decode, np.int32)
         slots.require(decode)
         slots.count_prefill(step.prefill)
-        targets = np.array([*step.decode, *(r.slot for r in step.prefill if r.sample)], np.int32)
+        order = slots.longest_first(decode)
+        decode = decode[order]
+        targets = np.array([*decode, *(r.slot for r in step.prefill if r.sample)], np.int32)
         ends = slots.ends(decode, step.prefill)
         size = None if step.prefill else self._graphs.fit(len(decode))
         outcome = self._with_prompts(decode, step.prefill, targets) if size is None else self._replay(size, decode)
         ids = self.choose(outcome, targets, ends)
         slots.advance(decode)
-        return PendingTokens(ids)
+        return PendingTokens(ids, order)
 
     def choose(self, outcome: Outcome, targets: np.ndarray, ends: np.ndarray) -> torch.Tensor:
         """The next tokens of the slots `targets`, whose positions are `ends`."""
@@ -130,7 +134,9 @@ class DeviceSteps:
         self._send_changes()
         rows = np.full(size, -1, np.int32)
         rows[: len(decode)] = decode
-        self._rows[:size].copy_(_pinned(rows), non_blocking=True)
+        if not np.array_equal(self._host_rows[:size], rows):
+            self._host_rows[:size] = rows
+            self._rows[:size].copy_(_pinned(rows), non_blocking=True)
         return self._graphs.replay(size)
 
     def _decode(self, size: int) -> Outcome:
@@ -186,11 +192,18 @@ class DeviceSteps:
         places, lengths = (torch.empty(n, dtype=torch.int32, device=self._device) for n in (count, num_rows))
         state, limit = (slots.tables, slots.lengths, slots.last_tokens), self._limits.last_position
         prepare(token_slots, fresh, *state, self._block_size, limit, ids, positions, places, lengths)
-        batch = DeviceBatch(
-            slots.tables, places, token_slots[:num_rows], lengths, tiles, self._tile_tokens, self._arrived
-        )
+        shares = self._shares(token_slots[:num_rows], lengths)
+        batch = DeviceBatch(slots.tables, places, shares, tiles, self._tile_tokens, self._arrived)
         with forward_context(TritonAttention(self._cache, batch, self._turns)):
             return hf.forward(self._model, ids, positions, at)
+
+    def _shares(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Of the decode rows' keys, see `share_out`."""
+        count = max_shares(len(rows), self._kv_heads) if len(rows) else 0
+        shares = torch.empty((count, 8), dtype=torch.int32, device=self._device)
+        if count:
+            share_out(rows, lengths, shares, self._kv_heads)
+        return shares
 
     def _send_changes(self) -> None:
         changes = self._slots.take_changes()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 #: steps with more tokens keep the device busy without a graph
-MAX_CAPTURED_TOKENS = 2048
+MAX_CAPTURED_TOKENS = 8192
 
 
 class Outcome(NamedTuple):
@@ -65,7 +65,13 @@ class GraphLadder:
     def fit(self, count: int) -> int | None:
         """The size that a batch of `count` is padded to, if there is one."""
         at = bisect.bisect_left(self._sizes, count)
-        return self._sizes[at] if at < len(self._sizes) else None
+        if at == len(self._sizes) or self._sizes[at] - count > self._most_padding(count):
+            return None
+        return self._sizes[at]
+
+    def _most_padding(self, count: int) -> int:
+        """Large batches keep the device busy without a graph, so that padding would cost more than it saves."""
+        return count // 16 if count > 2048 else 2048
 
     def replay(self, size: int) -> Outcome:
         """Queue the graph of a size that `fit` gave."""
@@ -103,5 +109,6 @@ def batch_sizes(largest: int) -> list[int]:
 
 def token_counts(largest: int) -> list[int]:
     """Sizes of steps with prompts, in tokens."""
-    sizes = [16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, MAX_CAPTURED_TOKENS + 1, 256)]
+    sizes = [16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256)]
+    sizes += range(3072, MAX_CAPTURED_TOKENS + 1, 1024)
     return [s for s in sizes if s <= largest]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -20,10 +21,15 @@ class Limits(NamedTuple):
 
 
 class PendingTokens:
-    """The ids of a launched step, on their way to the host."""
+    """The ids of a launched step, on their way to the host.
 
-    def __init__(self, ids: torch.Tensor) -> None:
+    Args:
+        order: [n] places that the first n ids belong to; None: they are in their places.
+    """
+
+    def __init__(self, ids: torch.Tensor, order: np.ndarray | None = None) -> None:
         self._event: Any = None
+        self._order = order
         self._ids = ids
         if ids.is_cuda:
             self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
@@ -35,5 +41,9 @@ class PendingTokens:
         """Block until the ids are on the host; in the order that `StepInput` defines. Safe from another thread."""
         if self._event is not None:
             self._event.synchronize()
+        if self._order is not None and len(self._order):
+            moved = self._ids.numpy().copy()
+            moved[self._order] = moved[: len(self._order)].copy()
+            return list(moved.tolist())
         ids: list[int] = self._ids.tolist()
         return ids

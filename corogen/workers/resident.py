@@ -95,6 +95,10 @@ class ResidentSlots:
             missing = slots[~self._ready[slots]][0]
             raise RuntimeError(f"slot {missing} is used by a step before it was set up")
 
+    def longest_first(self, slots: np.ndarray) -> np.ndarray:
+        """[n] places in `slots`, those of long sequences first: attention ends sooner when it begins with them."""
+        return np.argsort(-self._host_lengths[slots], kind="stable")
+
     def count_prefill(self, rows: Sequence[PrefillRow]) -> None:
         """Add the chunks' tokens to the slots that count."""
         if self._counts:

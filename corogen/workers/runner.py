@@ -21,6 +21,7 @@ from corogen.model.layers import fuse_layer_sums
 from corogen.model.load import Loader, first_dtype, own_memory
 from corogen.model.norm import replace_norms
 from corogen.model.probing import probe_layers
+from corogen.model.single import use_single_rows
 from corogen.wire.messages import StartPhase, StepInput, WorkerReady, WorkerSpec
 from corogen.workers.device import choose_device
 from corogen.workers.host_steps import HostSteps
@@ -80,13 +81,17 @@ class Runner:
         return folder
 
     def _build(self, config: Any, folder: Path) -> None:
-        self._dtype, note = choose_dtype(self._spec.dtype, hf.stored_dtype(config) or first_dtype(folder), self._device)
+        stored = hf.stored_dtype(config) or (None if self._spec.random_weights else first_dtype(folder))
+        self._dtype, note = choose_dtype(self._spec.dtype, stored, self._device)
         self._warnings += note
         with hf.quiet():
             model = hf.build_model(config, self._dtype)
             self._enter("load")
             loader = Loader(model, self._device, self._dtype)
-            loader.load(folder, self._progress("load"))
+            if self._spec.random_weights:
+                loader.fill_randomly()
+            else:
+                loader.load(folder, self._progress("load"))
             self._warnings += loader.warnings
         self._vocab_size = hf.vocab_size(model)
         fuse_and_pack(model)
@@ -95,6 +100,7 @@ class Runner:
         replace_feed_forwards(model)
         fuse_layer_sums(model)
         own_memory(model, self._device)
+        use_single_rows(model, self._device)
         self._model = model
 
     def _prepare(self, config: Any) -> int:

@@ -1,6 +1,6 @@
 """Tokens a second on a GPU with random weights in the shape of well-known models; needs no download.
 
-    python -m tests.gpu.speed llama-1b 1x512 8x512 64x512 256x512 s256x256 mixed
+    python -m tests.gpu.speed llama-1b 1x512 8x512 64x512 256x512 s256x256 mixed [--repeat 3] [--budget 2048]
 
 `NxM` are N requests at once of M new tokens each, `sNxM` the same with temperature 0.8 and top_p 0.95, `mixed` 1,024
 requests of 100 to 1,024 new tokens, 256 at a time. Prompts are 100 to 1,024 random ids. Everything goes through
@@ -9,63 +9,21 @@ requests of 100 to 1,024 new tokens, 256 at a time. Prompts are 100 to 1,024 ran
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
-import sys
+import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from corogen import EngineConfig, GenerationConfig, Pipeline, pipeline
-from corogen.testing.tiny import tiny_tokenizer
-
-_COMMON: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16"}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-def make(folder: Path, shape: dict[str, Any], device: str) -> Path:
-    """Random weights, and a tokenizer with a word for every id."""
-    import torch
-    import transformers
-
-    fields = {**_COMMON, **shape}
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    tiny_tokenizer(folder)
-    path = folder / "tokenizer.json"
-    stored = json.loads(path.read_text())
-    words = stored["model"]["vocab"]
-    known = {*words.values(), *(t["id"] for t in stored["added_tokens"])}
-    words.update({f"\u0120x{i}": i for i in range(config.vocab_size) if i not in known})
-    path.write_text(json.dumps(stored))
-    return folder
+from corogen.adapters.bench.figures import Timeline, percentile
+from corogen.adapters.bench.random_model import make_folder
+from corogen.adapters.bench.shaped import STOP_WORD
+from corogen.adapters.bench.workload import read_stream
 
 
 def requests(count: int, new_tokens: int | None, seed: int, vocab: int = 49_000) -> list[tuple[list[int], int]]:
@@ -78,16 +36,13 @@ def requests(count: int, new_tokens: int | None, seed: int, vocab: int = 49_000)
     return [(prompt, new_tokens or wanted) for prompt, wanted in found]
 
 
-async def one(pipe: Pipeline, prompt: list[int], new_tokens: int, **settings: Any) -> int:
-    """Stream one answer; returns the number of pieces it came in."""
-    config = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, stop_words=["\u2603 never"], **settings)
-    received = pieces = 0
-    async for piece in pipe.async_stream_infer(prompt, config):
-        received += len(piece.token_ids)
-        pieces += 1
-    if received != new_tokens:
-        raise RuntimeError(f"{received} tokens instead of {new_tokens}")
-    return pieces
+async def one(pipe: Pipeline, prompt: list[int], new_tokens: int, **settings: Any) -> Timeline:
+    """Stream one answer."""
+    config = GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, stop_words=[STOP_WORD], **settings)
+    line, ids = await read_stream(pipe, prompt, config)
+    if len(ids) != new_tokens:
+        raise RuntimeError(f"{len(ids)} tokens instead of {new_tokens}")
+    return line
 
 
 async def measure(pipe: Pipeline, work: str, seed: int) -> dict[str, Any]:
@@ -97,41 +52,60 @@ async def measure(pipe: Pipeline, work: str, seed: int) -> dict[str, Any]:
     asked = requests(count, new, seed)
     room = asyncio.Semaphore(256)
 
-    async def limited(prompt: list[int], new_tokens: int) -> int:
+    async def limited(prompt: list[int], new_tokens: int) -> Timeline:
         async with room:
             return await one(pipe, prompt, new_tokens, **settings)
 
     steps, began = pipe.stats().steps, time.perf_counter()
-    pieces = sum(await asyncio.gather(*(limited(*r) for r in asked)))
+    lines = await asyncio.gather(*(limited(*r) for r in asked))
     seconds = time.perf_counter() - began
     log = pipe.step_log(4096)[steps - pipe.stats().steps :]
-    decode = sorted(r.duration_s for r in log if not r.prefill_rows)
-    tokens = sum(n for _, n in asked)
+    decode = [r.duration_s for r in log if not r.prefill_rows]
+    gaps = [gap for line in lines for gap in line.gaps]
     return {
         "work": work,
-        "tokens_per_s": round(tokens / seconds, 1),
-        "tokens_a_piece": round(tokens / pieces, 2),
-        "decode_step_ms": round(decode[len(decode) // 2] * 1e3, 2) if decode else None,
-        "prompt_steps_s": round(sum(r.duration_s for r in log if r.prefill_rows), 2),
+        "tokens_per_s": round(sum(n for _, n in asked) / seconds, 1),
+        "tokens_a_piece": statistics.median(n for line in lines for n in line.tokens),
+        "ttft_ms": round(1e3 * statistics.median(line.first for line in lines), 1),
+        "itl_ms": [round(1e3 * percentile(gaps, p), 2) for p in (50, 99)],
+        "decode_step_ms": round(1e3 * percentile(decode, 50), 3),
+        "prompt_steps_s": round(sum(r.duration_s for r in log if r.prefill_rows), 3),
+        "decode_steps_s": round(sum(decode), 3),
+        "seconds": round(seconds, 3),
     }
 
 
-def run(shape: dict[str, Any], works: list[str], device: str = "cuda", slots: int = 256) -> None:
-    """Print one line for each work."""
+def settings(budget: int | None) -> EngineConfig:
+    """What every run has; nothing is switched off."""
+    config = EngineConfig(
+        device_type="cuda",
+        session_len=2048,
+        max_batch_size=256,
+        cache_max_entry_count=0.7,
+        max_prefill_token_num=budget,
+        random_weights=True,
+    )
+    assert config.enable_prefix_caching
+    return config
+
+
+def main() -> None:
+    """Print one line for each work and round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("works", nargs="+")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--budget", type=int)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
-            device_type=device,
-            dtype="bfloat16",
-            session_len=2048,
-            max_batch_size=slots,
-            cache_max_entry_count=0.5,
-        )
-        with pipeline(str(make(Path(folder), shape, device)), config) as pipe:
-            print(pipe.engine.describe(), flush=True)
+        began = time.perf_counter()
+        with pipeline(str(make_folder(args.shape, Path(folder))), settings(args.budget)) as pipe:
+            print(f"{pipe.engine.describe()}; started in {time.perf_counter() - began:.1f} s", flush=True)
             asyncio.run(measure(pipe, "2x16", 0))
-            for seed, work in enumerate(works, 1):
-                print(json.dumps(asyncio.run(measure(pipe, work, seed))), flush=True)
+            for work in args.works:
+                for seed in range(1, args.repeat + 1):
+                    print(json.dumps(asyncio.run(measure(pipe, work, seed))), flush=True)
 
 
 if __name__ == "__main__":
-    run(SHAPES[sys.argv[1]], sys.argv[2:])
+    main()

@@ -83,13 +83,21 @@ def both(layer: Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     rows, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (range(len(LENGTHS)), LENGTHS))
     arrived = torch.zeros(len(rows) * kv, dtype=torch.int32, device="cuda")
     for _ in range(3):  # the counter of shares must be as it was
-        decode_attention(q, keys, values, out, rows, lengths, tables, arrived, options)
+        decode_attention(q, keys, values, out, shares_of(rows, lengths, kv), tables, arrived, options)
     assert not arrived.any()
     tile_tokens, tile_list = tiles(heads // kv)
     prefill_attention(q, keys, values, out, tile_list, tile_tokens, tables, options)
     flat = keys.view(-1, kv, dim), values.view(-1, kv, dim_v)
     assert torch.equal(flat[0][places.long()], k0[0].transpose(0, 1))
     return out, torch.cat(list(expected(layer, q0, flat, tables, options)))
+
+
+def shares_of(rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    from corogen.attention.triton_decode import max_shares, share_out
+
+    shares = torch.full((max_shares(len(rows), kv_heads), 8), -7, dtype=torch.int32, device=rows.device)
+    share_out(rows, lengths, shares, kv_heads)
+    return shares
 
 
 def operands(layer: Layer, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -144,12 +152,27 @@ def test_one_long_row_is_shared_out() -> None:
         out = torch.empty(batch, 8, 64, dtype=torch.bfloat16, device="cuda")
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
         arrived = torch.zeros(batch * 2, dtype=torch.int32, device="cuda")
-        decode_attention(q, keys, values, out, rows, lengths, tables, arrived, Options(0.125))
+        decode_attention(q, keys, values, out, shares_of(rows, lengths, 2), tables, arrived, Options(0.125))
         for row in (0, batch - 1):
             seen = int(lengths[row])
             k, v = (t[tables[row].long()].view(-1, 2, 64)[:seen].float().transpose(0, 1)[None] for t in (keys, values))
             wanted = dense_attention(q[:, :, row : row + 1].float(), k, v, Options(0.125))[0, :, 0]
             assert float((out[row].float() - wanted).norm() / wanted.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [40_000], [5, 0, 900, 3000], [50] * 255 + [32_000], [700] * 64])
+def test_shares_cover_every_key_once(lengths: list[int]) -> None:
+    wanted = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    slots = torch.arange(len(lengths), dtype=torch.int32, device="cuda") + 3
+    shares = [s for s in shares_of(slots, wanted, 8).tolist() if s[0] >= 0]
+    at = 0
+    for row, length in enumerate(lengths):
+        count = shares[at][3]
+        assert [s[:5] for s in shares[at : at + count]] == [[row, row + 3, i, count, length] for i in range(count)]
+        at += count
+    assert at == len(shares)
+    if lengths == [50] * 255 + [32_000]:
+        assert shares[-1][3] >= 8  # the long row does not hold up the others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,6 +235,25 @@ def test_draws_have_the_frequencies_of_the_distribution() -> None:
     ids = sample(logits, [SampleRow(Sampling(1.0, seed=i), 5) for i in range(4000)])
     found = torch.bincount(ids, minlength=5).cpu() / 4000
     torch.testing.assert_close(found, logits[0].softmax(-1).cpu(), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 48), (3072, 2048), (9000, 600)])
+def test_a_product_of_one_row_with_what_stands_around_it(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from corogen.model.triton_parts import Norm, matrix_vector, rms_norm, silu_mul
+
+    size, inner = shape
+    weight, bias = torch.randn(shape, device="cuda").to(dtype) / 8, torch.randn(size, device="cuda").to(dtype)
+    x, around = torch.randn(1, 1, inner, device="cuda").to(dtype), torch.randn(inner, device="cuda").to(dtype)
+    normed = rms_norm(x, around, 1e-5, True)
+    tolerance = {"rtol": 3e-2, "atol": 3e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for b in (None, bias):
+        both = torch.nn.functional.linear(normed, weight, b)
+        found = matrix_vector(x, weight, b, norm=Norm(around, 1e-5, True), gated=True)
+        torch.testing.assert_close(found, silu_mul(both), **tolerance)
+        residual = torch.randn(1, 1, size, device="cuda").to(dtype)
+        found = matrix_vector(normed, weight, b, residual=residual)
+        torch.testing.assert_close(found, both + residual, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

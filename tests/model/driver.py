@@ -93,23 +93,23 @@ class Driver:
         self._launch(message, decode + [s for s, row in prefill if row.sample])
 
     def _launch(self, message: StepInput, receivers: list[Sequence_]) -> None:
-        seen: list[torch.Tensor] = []
-        with self._spying(seen):
+        seen: dict[int, torch.Tensor] = {}
+        with self._spying(seen, [s.slot for s in receivers]):
             tokens = self.runner.launch(message).wait()
-        for i, (s, token) in enumerate(zip(receivers, tokens, strict=True)):
+        for s, token in zip(receivers, tokens, strict=True):
             s.tokens.append(token)
-            s.logits.append(seen[0][i])
+            s.logits.append(seen[s.slot])
 
-    def _spying(self, seen: list[torch.Tensor]) -> Any:
-        """Whatever tokens are chosen from inside the block is added to `seen`."""
+    def _spying(self, seen: dict[int, torch.Tensor], slots: list[int]) -> Any:
+        """Whatever tokens are chosen from inside the block is added to `seen`, by slot."""
         steps: Any = self.runner._steps
 
         def spy(logits: torch.Tensor, rows: Sequence[sampler.SampleRow]) -> torch.Tensor:
-            seen.append(logits.float().cpu())
+            seen.update(zip(slots, logits.float().cpu(), strict=True))
             return sampler.sample(logits, rows)
 
         def choose(outcome: Any, targets: Any, ends: Any) -> torch.Tensor:
-            seen.append(outcome.logits[: len(targets)].float().cpu())
+            seen.update(zip(targets.tolist(), outcome.logits[: len(targets)].float().cpu(), strict=True))
             return type(steps).choose(steps, outcome, targets, ends)
 
         if hasattr(steps, "choose"):

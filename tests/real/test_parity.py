@@ -16,12 +16,12 @@ pytestmark = pytest.mark.real_model
 async def check_parity(model, reference, *, count, new, longest, device="cpu"):
     chats = parity.chats(count, longest=longest)
     config = GenerationConfig(max_new_tokens=new)
-    common = {"device_type": device, "dtype": "float32", "max_batch_size": 32}
-    async with Engine(str(model), EngineConfig(**common)) as engine:
+    common = {"device_type": device, "dtype": "float32", "max_batch_size": 32, "block_size": 16}
+    async with Engine(str(model), EngineConfig(**common, num_gpu_blocks=2000)) as engine:
         prompts = [engine.prepare(c, do_preprocess=not isinstance(c, str)).prompt_ids for c in chats]
         theirs = [parity.generate(reference, prompt, new) for prompt in prompts]
         alone = [(await engine.generate(prompt, config)).token_ids for prompt in prompts]
-    async with Engine(str(model), EngineConfig(**common)) as engine:
+    async with Engine(str(model), EngineConfig(**common, num_gpu_blocks=2000)) as engine:
         together = [a.token_ids for a in await asyncio.gather(*(engine.generate(p, config) for p in prompts))]
         order = random.Random(3).sample(range(count), count)
         shuffled = await asyncio.gather(*(engine.generate(prompts[i], config) for i in order))

@@ -20,7 +20,8 @@ def test_the_defaults_are_right():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, v) for name in ("tp", "pp", "block_size") for v in (0, -1, 1.0, "1", None, True)],
+        *[(name, v) for name in ("tp", "pp") for v in (0, -1, 1.0, "1", None, True)],
+        *[("block_size", v) for v in (0, -1, 1.0, "1", True)],
         *[(name, v) for name in ("session_len", "max_batch_size") for v in (0, -5, 2.5, "x", True)],
         *[("session_len", v) for v in (1,)],
         *[("max_prefill_token_num", v) for v in (0, "x")],

@@ -133,8 +133,13 @@ class TestSeed:
         assert 0 <= settle(random_seed=2**64 - 1).sampling.seed < 2**63
 
     def test_without_one_each_request_has_its_own(self):
-        assert settle().sampling.seed != settle().sampling.seed
-        assert settle(random_seed=None).sampling.seed != settle(random_seed=None).sampling.seed
+        asked = {"do_sample": True, "top_k": 5}
+        assert settle(**asked).sampling.seed != settle(**asked).sampling.seed
+        asked["random_seed"] = None
+        assert settle(**asked).sampling.seed != settle(**asked).sampling.seed
+
+    def test_a_greedy_request_needs_none(self):
+        assert settle().sampling.seed == settle().sampling.seed
 
 
 class TestEnds:
