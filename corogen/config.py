@@ -127,7 +127,7 @@ class EngineConfig:
     num_gpu_blocks: int = 0
     #: tokens a block; None: 16 on a CPU, 64 on a GPU
     block_size: int | None = None
-    #: tokens that one step computes at most, and so the size of a prompt's chunks; None: 256 on a CPU, 8192 on a GPU
+    #: tokens that one step computes at most, and so the size of a prompt's chunks; None: 256 on a CPU, 2048 on a GPU
     max_prefill_token_num: int | None = None
     #: keep the blocks of finished requests so that a prompt with the same beginning need not compute it again
     enable_prefix_caching: bool = True

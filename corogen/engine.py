@@ -390,9 +390,7 @@ class Engine:
 
     def describe(self) -> str:
         """One line: what the cache holds."""
-        ready, facts = self.ready, self.admission.facts
-        assert self._respawn_spec is not None
-        return startup.describe(ready, self._respawn_spec.block_size, facts.max_len)
+        return startup.describe(self.ready, self.steps.scheduler.block_size, self.admission.facts.max_len)
 
 
 def _log_phase(phase: StartPhase) -> None:

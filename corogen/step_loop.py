@@ -144,6 +144,8 @@ class StepLoop:
             self.apply_results()
             self._dispatch()
             self.flush()
+            if self.scheduler.idle:  # behind the answers: it looks at every block
+                self.scheduler.check()
 
     def flush(self) -> None:
         """Publish: one post per consumer context."""
@@ -158,8 +160,6 @@ class StepLoop:
         while len(self._in_flight) < self._depth and not self.suspended:
             plan = self.scheduler.plan()
             if plan is None:
-                if self.scheduler.idle:
-                    self.scheduler.check_idle()
                 return
             now = time.monotonic()
             self._in_flight.append((plan, now))

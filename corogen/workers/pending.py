@@ -44,6 +44,7 @@ class PendingTokens:
         if self._order is not None and len(self._order):
             moved = self._ids.numpy().copy()
             moved[self._order] = moved[: len(self._order)].copy()
-            return list(moved.tolist())
-        ids: list[int] = self._ids.tolist()
+        else:
+            moved = self._ids.numpy()
+        ids: list[int] = moved.tolist()
         return ids
