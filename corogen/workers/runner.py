@@ -13,6 +13,7 @@ from corogen.attention.cache import KVCache, TokenMajorCache, block_bytes, choos
 from corogen.attention.probe import LayerFacts
 from corogen.errors import ConfigError, ModelNotFound
 from corogen.model import gguf, hf
+from corogen.model.activations import stabilise_activations
 from corogen.model.devices import kernels_work
 from corogen.model.dtypes import choose_dtype
 from corogen.model.fuse import fuse_and_pack
@@ -101,6 +102,7 @@ class Runner:
         fuse_layer_sums(model)
         own_memory(model, self._device)
         use_single_rows(model, self._device)
+        stabilise_activations(model)
         self._model = model
 
     def _prepare(self, config: Any) -> int:
