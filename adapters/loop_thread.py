@@ -98,7 +98,7 @@ class LoopThread:
             EngineClosed: the loop has ended, or ends before the coroutine does.
         """
         try:
-            self.refuse_blocking("EngineThread.run")
+            self.refuse_blocking(f"{type(self).__name__}.run")
         except BlockingCallError:
             coro.close()
             raise
