@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,8 @@ class Results:
         self._ttl_s = ttl_s
         self._lock = threading.RLock()  # the collector may drop a handle in the middle of anything
         self._handles: dict[Hashable, TaskHandle] = {}
-        self._unread: deque[tuple[float, TaskHandle]] = deque()
+        #: results that nobody has read yet, the oldest first -> when they are dropped
+        self._unread: dict[TaskHandle, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def claim(self, handle: TaskHandle) -> None:
@@ -54,22 +54,24 @@ class Results:
         with self._lock:
             if self._handles.get(handle.uid) is handle:
                 del self._handles[handle.uid]
+                self._unread.pop(handle, None)
 
     def ended(self, handle: TaskHandle) -> None:
         """On the engine's loop: from now on the result waits for its reader."""
-        if self._ttl_s is not None and handle.uid in self._handles:
-            self._unread.append((time.monotonic() + self._ttl_s, handle))
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(self._ttl_s, self._drop)
+        with self._lock:
+            if self._ttl_s is not None and self._handles.get(handle.uid) is handle:
+                self._unread[handle] = time.monotonic() + self._ttl_s
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(self._ttl_s, self._drop)
 
     def _drop(self) -> None:
         """On the engine's loop."""
-        now = time.monotonic()
-        while self._unread and (self._unread[0][0] <= now or not self._is_kept(self._unread[0][1])):
-            self.forget(self._unread.popleft()[1])
         self._timer = None
-        if self._unread:
-            self._timer = asyncio.get_running_loop().call_later(self._unread[0][0] - now, self._drop)
-
-    def _is_kept(self, handle: TaskHandle) -> bool:
-        return self._handles.get(handle.uid) is handle
+        now = time.monotonic()
+        with self._lock:
+            while self._unread:
+                handle, due = next(iter(self._unread.items()))
+                if due > now:
+                    self._timer = asyncio.get_running_loop().call_later(due - now, self._drop)
+                    break
+                self.forget(handle)

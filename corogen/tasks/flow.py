@@ -99,9 +99,10 @@ class Flow:
 
     def fail_all(self, error: CorogenError) -> None:
         """Every task ends with `error`."""
-        self._fail(self._room.tasks(), error)
+        self._fail(reversed(self._room.tasks()), error)  # so that nobody comes in from outside meanwhile
         self._waiting = Group()
         self._again.clear()
+        self._in_flight.clear()
 
     async def drained(self, timeout_s: float | None) -> None:
         """Until every task has ended, or `timeout_s` have passed."""
