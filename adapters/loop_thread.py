@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from corogen.adapters.portal import Portals, Post, settled
+from corogen.adapters.portal import MakeOutlet, Portals, inert_outlet, settled
 from corogen.config import EngineConfig
 from corogen.engine import Engine
 from corogen.errors import BlockingCallError, EngineClosed
@@ -51,7 +51,12 @@ class LoopThread:
     #: what to call where a blocking call is refused
     instead = "await its coroutines here"
 
-    def __init__(self, service: Service, progress: Callable[[StartPhase], None] | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        progress: Callable[[StartPhase], None] | None = None,
+        make_outlet: MakeOutlet = inert_outlet,
+    ) -> None:
         self._service = service
         self._control = _Control()
         # the target knows nothing of this object, so that dropping it is noticed
@@ -66,16 +71,12 @@ class LoopThread:
             self._thread.join(_GRACE_S)
             raise
         #: consumer contexts of this service
-        self.portals = Portals(self.loop, self._outlet)
+        self.portals = Portals(self.loop, make_outlet)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The service's loop, for `asyncio.run_coroutine_threadsafe`."""
         return self._control.loop
-
-    def _outlet(self, post: Post | None) -> Outlet:
-        """For a consumer context. Here for those who only wait for futures."""
-        return Outlet(lambda outlet: None, post)
 
     @property
     def closed(self) -> bool:
@@ -185,17 +186,17 @@ class EngineThread(LoopThread):
         progress: Callable[[StartPhase], None] | None = None,
     ) -> None:
         self.engine = Engine(model, config, executor=executor, tokenizer=tokenizer)
-        super().__init__(self.engine, progress)
+        super().__init__(self.engine, progress, _outlets_of(self.engine))
 
-    def _outlet(self, post: Post | None) -> Outlet:
-        """Requests whose reader's context is over are aborted."""
-        engine = self.engine
 
-        def abort(batch: list[Outgoing]) -> None:
-            for out in batch:
-                engine.abort(out.request_id)
+def _outlets_of(engine: Engine) -> MakeOutlet:
+    """Requests whose reader's context is over are aborted. Knows nothing of the thread, as above."""
 
-        return Outlet(engine.steps.register_outlet, post, abort)
+    def abort(batch: list[Outgoing]) -> None:
+        for out in batch:
+            engine.abort(out.request_id)
+
+    return lambda post: Outlet(engine.steps.register_outlet, post, abort)
 
 
 class _Control:

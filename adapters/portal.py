@@ -27,6 +27,11 @@ Post = Callable[[Callable[[Any], Any], Any], None]
 MakeOutlet = Callable[[Post | None], Outlet]
 
 
+def inert_outlet(post: Post | None) -> Outlet:
+    """For a service whose readers only wait for futures."""
+    return Outlet(lambda outlet: None, post)
+
+
 class Waiter(Protocol):
     """Lets one coroutine sleep until there is news."""
 

@@ -109,7 +109,7 @@ def _check(
     for name, value in {**sizes, "pipe_size": pipe_size}.items():
         if not _is_int(value) or value < 1:
             problems.append(f"{name} must be an integer of at least 1, not {value!r}")
-    if sizes["tp"] != 1 or sizes["pp"] != 1:
+    if not problems and max(sizes.values()) > 1:
         problems.append("tp and pp above 1 do not work yet")
     if not _is_int(queue_size) or queue_size < 0:
         problems.append(f"queue_size must be an integer of at least 0 (no bound), not {queue_size!r}")
@@ -161,7 +161,7 @@ class AsyncEngine:
     ) -> None:
         self._results = Results(result_ttl_s)
         self._thread = TaskThread(engine, progress)
-        self._sigint = SigintHandler(self.shutdown)
+        self._sigint = SigintHandler(self._thread.close)  # not self.shutdown: a cycle would delay the end
 
     def __repr__(self) -> str:
         return f"<AsyncEngine, {'closed' if self._thread.closed else 'open'}>"
@@ -170,6 +170,11 @@ class AsyncEngine:
     def thread(self) -> TaskThread:
         """The engine's thread, with its `loop` and `run(coro)`."""
         return self._thread
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+        return self._thread.engine.pids
 
     def submit(self, uid: Hashable, data: Any) -> TaskHandle:
         """Queue a task and return its handle at once.

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corogen.adapters.loop_thread import EngineThread
     from corogen.adapters.pipeline import Pipeline, pipeline
     from corogen.adapters.queues import QueueAdapter
+    from corogen.adapters.tasks import AsyncEngine, launch_engine
     from corogen.config import EngineConfig, PytorchEngineConfig
     from corogen.engine import Engine
     from corogen.errors import (
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
     )
     from corogen.outputs import Response
     from corogen.params import GenerationConfig
+    from corogen.tasks.batching import BatchManager, SubmitEntry, TaskEntry
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
+    "BatchManager",
     "BlockingCallError",
     "ChatTemplateError",
     "CheckpointError",
@@ -65,6 +69,8 @@ __all__ = [
     "RequestTimeout",
     "Response",
     "StepFailed",
+    "SubmitEntry",
+    "TaskEntry",
     "TokenOutOfRange",
     "TokenizerError",
     "UnsupportedFeature",
@@ -73,10 +79,13 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "__version__",
+    "launch_engine",
     "pipeline",
 ]
 
 _HOME = {
+    "AsyncEngine": "adapters.tasks",
+    "BatchManager": "tasks.batching",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineThread": "adapters.loop_thread",
@@ -85,6 +94,9 @@ _HOME = {
     "PytorchEngineConfig": "config",
     "QueueAdapter": "adapters.queues",
     "Response": "outputs",
+    "SubmitEntry": "tasks.batching",
+    "TaskEntry": "tasks.batching",
+    "launch_engine": "adapters.tasks",
     "pipeline": "adapters.pipeline",
 }
 

@@ -170,6 +170,11 @@ class TaskEngine:
         """Raise EngineClosed unless tasks are taken."""
         self._room.check_open()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+        return self._executor.pids
+
     def stats(self) -> TaskStats:
         """A picture of this moment."""
         return self._flow.stats()

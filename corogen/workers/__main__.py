@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -82,9 +83,19 @@ def _make_runner(spec: WorkerSpec | TaskSpec, report: Callable[[StartPhase], Non
 
 
 def _serve_tasks(runner: TaskRunner, channel: BlockingChannel) -> None:
-    """One batch behind the other."""
+    """One batch behind the other, for as long as each may take; another thread receives."""
+    inputs: queue.SimpleQueue[TaskInput | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive_tasks, args=(channel, inputs), name="receive", daemon=True).start()
+    while (task := inputs.get()) is not None:
+        channel.send(runner.run(task))
+
+
+def _receive_tasks(channel: BlockingChannel, inputs: queue.SimpleQueue[TaskInput | None]) -> None:
     while isinstance(message := channel.receive(), TaskInput):
-        channel.send(runner.run(message))
+        inputs.put(message)
+    if message is None:
+        os._exit(1)  # the parent is gone, and no one wants what is being computed
+    inputs.put(None)
 
 
 def _serve(runner: Runner, channel: BlockingChannel) -> None:

@@ -56,6 +56,10 @@ class TaskExecutor(Protocol):
     on_result: Callable[[TaskResult], None]
     on_failure: Callable[[CorogenError], None]
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+
     async def start(self, spec: TaskSpec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
         """Start the workers and return when they can take batches. After `close` they may be started again."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -32,10 +33,10 @@ class Hooked(Lists):
         return super().split_batch(task_entry, **info)
 
 
-def raise_for(uid, error=KeyError("no such thing")):
+def raise_for(uid):
     def check(uids):
         if uid in uids:
-            raise error
+            raise KeyError("no such thing")
 
     return check
 
@@ -195,8 +196,6 @@ def test_a_task_that_is_cancelled_in_a_hooks_hands_is_not_missed():
             self.has_them.set()
             await asyncio.sleep(0.05)
             return made
-
-    import threading
 
     manager = Slow(4)
     manager.has_them = threading.Event()
