@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from corogen.outputs import Response
     from corogen.params import GenerationConfig
     from corogen.tasks.batching import BatchManager, SubmitEntry, TaskEntry
+    from corogen.tasks.dynamic import DynamicBatchManager
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CorogenError",
+    "DynamicBatchManager",
     "EmptyPrompt",
     "Engine",
     "EngineClosed",
@@ -86,6 +88,7 @@ __all__ = [
 _HOME = {
     "AsyncEngine": "adapters.tasks",
     "BatchManager": "tasks.batching",
+    "DynamicBatchManager": "tasks.dynamic",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineThread": "adapters.loop_thread",

@@ -17,6 +17,8 @@ class SubmitEntry:
     data: Any
     #: seconds of `time.monotonic`
     arrival: float = field(default_factory=time.monotonic, repr=False)
+    #: for batch managers: what they have found out about `data`
+    prepared: Any = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
