@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from corogen.adapters.portal import Portals, settled
+from corogen.adapters.portal import MakeOutlet, Portals, inert_outlet, settled
 from corogen.config import EngineConfig
 from corogen.engine import Engine
 from corogen.errors import BlockingCallError, EngineClosed
 from corogen.params import check_timeout
+from corogen.stream import Outgoing, Outlet
 from corogen.text.tokenizer import Tokenizer
 from corogen.wire.messages import StartPhase
 from corogen.workers.descriptors import fill_standard_streams
@@ -30,28 +31,37 @@ Result = TypeVar("Result")
 _GRACE_S = 30.0
 
 
-class EngineThread:
-    """Owns an engine on a loop of its own (uvloop where it is installed), in a daemon thread.
+class Service(Protocol):
+    """What a thread can own: an engine of whatever kind."""
 
-    Arguments are those of `Engine`; `progress` hears of the phases of the start, in the engine's thread. The
-    constructor returns when the engine is ready and raises what its start raises; nothing is left behind then.
-    Dropping the last reference closes the engine, too.
+    async def start(self, progress: Callable[[StartPhase], None] | None = None) -> None:
+        """Be ready for requests."""
+
+    async def aclose(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
+        """End; what still runs gets EngineClosed, unless `drain` lets it finish first. Idempotent."""
+
+
+class LoopThread:
+    """Owns a service on a loop of its own (uvloop where it is installed), in a daemon thread.
+
+    The constructor returns when the service is ready and raises what its start raises; nothing is left behind then.
+    Dropping the last reference closes the service, too. `progress` hears of the phases of the start, in the thread.
     """
+
+    #: what to call where a blocking call is refused
+    instead = "await its coroutines here"
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | None = None,
-        config: EngineConfig | None = None,
-        *,
-        executor: Executor | None = None,
-        tokenizer: Tokenizer | None = None,
+        service: Service,
         progress: Callable[[StartPhase], None] | None = None,
+        make_outlet: MakeOutlet = inert_outlet,
     ) -> None:
-        self.engine = Engine(model, config, executor=executor, tokenizer=tokenizer)
+        self._service = service
         self._control = _Control()
         # the target knows nothing of this object, so that dropping it is noticed
         self._thread = threading.Thread(
-            target=_serve, args=(self.engine, self._control, progress), name="corogen-engine", daemon=True
+            target=_serve, args=(service, self._control, progress), name="corogen-engine", daemon=True
         )
         self._thread.start()
         try:
@@ -60,13 +70,13 @@ class EngineThread:
             self._control.leave()
             self._thread.join(_GRACE_S)
             raise
-        #: consumer contexts of this engine
-        self.portals = Portals(self.engine, self.loop)
+        #: consumer contexts of this service
+        self.portals = Portals(self.loop, make_outlet)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The engine's loop, for `asyncio.run_coroutine_threadsafe`."""
-        return self.engine.loop
+        """The service's loop, for `asyncio.run_coroutine_threadsafe`."""
+        return self._control.loop
 
     @property
     def closed(self) -> bool:
@@ -75,10 +85,10 @@ class EngineThread:
 
     def refuse_blocking(self, what: str) -> None:
         """Raise BlockingCallError in the engine's own thread, where a blocking call would wait for itself."""
-        if self.engine.owns_this_thread and not self.closed:
+        if threading.get_ident() == self._thread.ident and not self.closed:
             raise BlockingCallError(
-                f"{what} blocks, and this is the engine's own event loop, which has to answer it: await "
-                "async_batch_infer, async_stream_infer or Engine.generate here, or call from another thread"
+                f"{what} blocks, and this is the engine's own event loop, which has to answer it: {self.instead}, or "
+                "call from another thread"
             )
 
     def run(self, coro: Coroutine[Any, Any, Result]) -> Result:
@@ -89,7 +99,7 @@ class EngineThread:
             EngineClosed: the loop has ended, or ends before the coroutine does.
         """
         try:
-            self.refuse_blocking("EngineThread.run")
+            self.refuse_blocking(f"{type(self).__name__}.run")
         except BlockingCallError:
             coro.close()
             raise
@@ -119,7 +129,7 @@ class EngineThread:
         if self._control.foreign:
             return  # the thread belongs to the process that this one was forked from
         with contextlib.suppress(EngineClosed, CancelledError):
-            closing = self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s))
+            closing = self._start(self._service.aclose(drain=drain, timeout_s=timeout_s))
             bound = None if drain and timeout_s is None else (timeout_s or 0.0) + _GRACE_S
             try:
                 closing.result(bound)
@@ -137,7 +147,7 @@ class EngineThread:
         if self._control.foreign:
             return
         with contextlib.suppress(EngineClosed):
-            await settled(self.portals.current(), self._start(self.engine.aclose(drain=drain, timeout_s=timeout_s)))
+            await settled(self.portals.current(), self._start(self._service.aclose(drain=drain, timeout_s=timeout_s)))
         self._control.leave()
         await settled(self.portals.current(), self._control.ended)
         self._end()
@@ -148,7 +158,7 @@ class EngineThread:
         if self._thread.is_alive():
             raise EngineClosed(f"the engine's thread is still busy {_GRACE_S:g} s after it was told to end")
 
-    def __enter__(self) -> EngineThread:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -159,6 +169,34 @@ class EngineThread:
     def __del__(self) -> None:
         if hasattr(self, "_control"):
             self._control.leave()
+
+
+class EngineThread(LoopThread):
+    """Owns an `Engine`, whose arguments it takes. See `LoopThread`."""
+
+    instead = "await async_batch_infer, async_stream_infer or Engine.generate here"
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        config: EngineConfig | None = None,
+        *,
+        executor: Executor | None = None,
+        tokenizer: Tokenizer | None = None,
+        progress: Callable[[StartPhase], None] | None = None,
+    ) -> None:
+        self.engine = Engine(model, config, executor=executor, tokenizer=tokenizer)
+        super().__init__(self.engine, progress, _outlets_of(self.engine))
+
+
+def _outlets_of(engine: Engine) -> MakeOutlet:
+    """Requests whose reader's context is over are aborted. Knows nothing of the thread, as above."""
+
+    def abort(batch: list[Outgoing]) -> None:
+        for out in batch:
+            engine.abort(out.request_id)
+
+    return lambda post: Outlet(engine.steps.register_outlet, post, abort)
 
 
 class _Control:
@@ -174,6 +212,13 @@ class _Control:
         self._sealed = False
         self._pid = os.getpid()
         self._waiting: set[Future[Any]] = set()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The thread's loop; there once `ready` is done."""
+        if self._loop is None:
+            raise EngineClosed("the engine's thread has not started")
+        return self._loop
 
     @property
     def foreign(self) -> bool:
@@ -245,24 +290,24 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _serve(engine: Engine, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
+def _serve(service: Service, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
     """The thread: its loop is closed with everything on it (tasks, generators, default executor) at the end."""
     try:
         with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_live(engine, control, progress))
+            runner.run(_live(service, control, progress))
     except RuntimeError:
         logger.exception("the engine's loop was stopped; use EngineThread.close")
     finally:
         control.end()
 
 
-async def _live(engine: Engine, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
+async def _live(service: Service, control: _Control, progress: Callable[[StartPhase], None] | None) -> None:
     """Start, stay until cancelled, close."""
     life = asyncio.current_task()
     if life is not None:
         control.live(asyncio.get_running_loop(), life)
     try:
-        await engine.start(progress)
+        await service.start(progress)
         control.ready.set_result(None)
         await asyncio.Event().wait()  # until `leave`
     except BaseException as error:
@@ -270,5 +315,5 @@ async def _live(engine: Engine, control: _Control, progress: Callable[[StartPhas
             raise
         control.ready.set_exception(error)
     finally:
-        await engine.aclose()
+        await service.aclose()
         control.seal()

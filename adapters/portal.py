@@ -16,12 +16,20 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from corogen.errors import InvalidRequest
-from corogen.stream import Outgoing, Outlet, Signal, two_readers
+from corogen.stream import Outlet, Signal, two_readers
 
 if TYPE_CHECKING:
     import trio
 
-    from corogen.engine import Engine
+#: runs a function with one argument in a consumer's context
+Post = Callable[[Callable[[Any], Any], Any], None]
+#: makes the outlet of a consumer context out of the way into it; None: readers are woken where they are
+MakeOutlet = Callable[[Post | None], Outlet]
+
+
+def inert_outlet(post: Post | None) -> Outlet:
+    """For a service whose readers only wait for futures."""
+    return Outlet(lambda outlet: None, post)
 
 
 class Waiter(Protocol):
@@ -87,9 +95,9 @@ class LoopSignal(Signal):
 class LoopPortal:
     """The way into an asyncio or uvloop loop. Holds the loop weakly; streams keep it alive."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, make_outlet: MakeOutlet) -> None:
         self._loop = weakref.ref(loop)
-        self.outlet = Outlet(engine.steps.register_outlet, self.post, _abort_on(engine))
+        self.outlet = make_outlet(self.post)
 
     def post(self, function: Callable[[Any], Any], argument: Any) -> None:
         """Run `function(argument)` on the loop."""
@@ -106,9 +114,8 @@ class LoopPortal:
 class OwnLoopPortal(LoopPortal):
     """The engine's own loop: its tasks are woken directly, without a detour through the loop's queue."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, direct: Outlet) -> None:
-        super().__init__(loop, engine)
-        self.outlet = direct
+    def __init__(self, loop: asyncio.AbstractEventLoop, direct: Outlet) -> None:
+        super().__init__(loop, lambda post: direct)
 
 
 class TrioSignal:
@@ -143,9 +150,9 @@ class TrioSignal:
 class TrioPortal:
     """The way into a trio run."""
 
-    def __init__(self, token: trio.lowlevel.TrioToken, engine: Engine) -> None:
+    def __init__(self, token: trio.lowlevel.TrioToken, make_outlet: MakeOutlet) -> None:
         self._token = weakref.ref(token)
-        self.outlet = Outlet(engine.steps.register_outlet, self.post, _abort_on(engine))
+        self.outlet = make_outlet(self.post)
 
     def post(self, function: Callable[[Any], Any], argument: Any) -> None:
         """Run `function(argument)` in the run. RunFinishedError is a RuntimeError."""
@@ -162,14 +169,19 @@ class TrioPortal:
 
 
 class Portals:
-    """All consumer contexts of one engine; one portal each, kept as long as the context lives."""
+    """All consumer contexts of one engine; one portal each, kept as long as the context lives.
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine = engine
+    Args:
+        loop: the engine's own.
+        make_outlet: makes the outlet of each context.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, make_outlet: MakeOutlet) -> None:
+        self._make_outlet = make_outlet
         self._lock = threading.Lock()
         #: for readers that are woken from the engine's thread: threads with a queue, and tasks of the engine's own loop
-        self.direct = Outlet(engine.steps.register_outlet)
-        own: Portal = OwnLoopPortal(loop, engine, self.direct)
+        self.direct = make_outlet(None)
+        own: Portal = OwnLoopPortal(loop, self.direct)
         self._portals: weakref.WeakKeyDictionary[object, Portal] = weakref.WeakKeyDictionary()
         self._portals[loop] = own
 
@@ -189,8 +201,8 @@ class Portals:
         with self._lock:
             portal = self._portals.get(home)
             if portal is None:
-                make: Callable[[Any, Engine], Portal] = LoopPortal if token is None else TrioPortal
-                portal = self._portals[home] = make(home, self._engine)
+                make: Callable[[Any, MakeOutlet], Portal] = LoopPortal if token is None else TrioPortal
+                portal = self._portals[home] = make(home, self._make_outlet)
             return portal
 
 
@@ -212,16 +224,6 @@ def _trio_token() -> trio.lowlevel.TrioToken | None:
 
 def _elsewhere() -> InvalidRequest:
     return InvalidRequest("this stream belongs to another event loop: read it where it was made")
-
-
-def _abort_on(engine: Engine) -> Callable[[list[Outgoing]], None]:
-    """What becomes of requests whose reader's context is over."""
-
-    def abort(batch: list[Outgoing]) -> None:
-        for out in batch:
-            engine.abort(out.request_id)
-
-    return abort
 
 
 async def settled(portal: Portal, future: Future[Any]) -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corogen.adapters.loop_thread import EngineThread
     from corogen.adapters.pipeline import Pipeline, pipeline
     from corogen.adapters.queues import QueueAdapter
+    from corogen.adapters.tasks import AsyncEngine, launch_engine
     from corogen.config import EngineConfig, PytorchEngineConfig
     from corogen.engine import Engine
     from corogen.errors import (
@@ -37,15 +38,20 @@ if TYPE_CHECKING:
     )
     from corogen.outputs import Response
     from corogen.params import GenerationConfig
+    from corogen.tasks.batching import BatchManager, SubmitEntry, TaskEntry
+    from corogen.tasks.dynamic import DynamicBatchManager
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
+    "BatchManager",
     "BlockingCallError",
     "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
     "CorogenError",
+    "DynamicBatchManager",
     "EmptyPrompt",
     "Engine",
     "EngineClosed",
@@ -65,6 +71,8 @@ __all__ = [
     "RequestTimeout",
     "Response",
     "StepFailed",
+    "SubmitEntry",
+    "TaskEntry",
     "TokenOutOfRange",
     "TokenizerError",
     "UnsupportedFeature",
@@ -73,10 +81,14 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "__version__",
+    "launch_engine",
     "pipeline",
 ]
 
 _HOME = {
+    "AsyncEngine": "adapters.tasks",
+    "BatchManager": "tasks.batching",
+    "DynamicBatchManager": "tasks.dynamic",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineThread": "adapters.loop_thread",
@@ -85,6 +97,9 @@ _HOME = {
     "PytorchEngineConfig": "config",
     "QueueAdapter": "adapters.queues",
     "Response": "outputs",
+    "SubmitEntry": "tasks.batching",
+    "TaskEntry": "tasks.batching",
+    "launch_engine": "adapters.tasks",
     "pipeline": "adapters.pipeline",
 }
 

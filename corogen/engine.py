@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,7 @@ class Engine:
         self._executor, self._tokenizer = executor, tokenizer
         self._intake = Intake(self.config.queue_size, self.config.max_waiting_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id, self._pid = 0, os.getpid()
+        self._pid = os.getpid()
         self._steps: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -104,7 +103,7 @@ class Engine:
         if self._loop is not None:
             raise EngineClosed("an engine starts once: make a new one")
         fill_standard_streams()
-        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
         try:
             await self._load(startup.harmless(progress or _log_phase))
         except BaseException:
@@ -343,11 +342,6 @@ class Engine:
         if self._loop is None:
             raise self._intake.refused()
         return self._loop
-
-    @property
-    def owns_this_thread(self) -> bool:
-        """Whether the caller runs in the thread of the engine's own loop, where nothing may block."""
-        return threading.get_ident() == self._thread_id
 
     @property
     def admission(self) -> Admission:

@@ -151,12 +151,15 @@ class QueueFullError(CorogenError):
 
     code = "queue_full"
 
-    def __init__(self, outstanding: int, limit: int, waiting_tokens: int = 0, token_limit: int = 0) -> None:
+    def __init__(
+        self, outstanding: int, limit: int, waiting_tokens: int = 0, token_limit: int = 0, message: str | None = None
+    ) -> None:
         self.outstanding, self.limit = outstanding, limit
         self.waiting_tokens, self.token_limit = waiting_tokens, token_limit
         super().__init__(
-            f"{outstanding} requests are outstanding (queue_size {limit or 'unlimited'}) and {waiting_tokens} prompt "
-            f"tokens wait (max_waiting_tokens {token_limit or 'unlimited'}): wait for some to finish, pass "
+            message
+            or f"{outstanding} requests are outstanding (queue_size {limit or 'unlimited'}) and {waiting_tokens} "
+            f"prompt tokens wait (max_waiting_tokens {token_limit or 'unlimited'}): wait for some to finish, pass "
             'when_full="wait", or raise the limit'
         )
 

@@ -16,8 +16,8 @@ logger = logging.getLogger("corogen.requests")
 step_logger = logging.getLogger("corogen.steps")
 
 #: upper bounds in seconds; the last bucket has none
-_STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Histogram:
@@ -46,10 +46,10 @@ class Telemetry:
     """Hears of every turn in the life of requests and steps. On the engine's loop, in seconds of `time.monotonic`."""
 
     def __init__(self) -> None:
-        self.queue_time = Histogram(_REQUEST_BOUNDS)
-        self.first_token_time = Histogram(_REQUEST_BOUNDS)
-        self.request_time = Histogram(_REQUEST_BOUNDS)
-        self.step_time = Histogram(_STEP_BOUNDS)
+        self.queue_time = Histogram(REQUEST_BOUNDS)
+        self.first_token_time = Histogram(REQUEST_BOUNDS)
+        self.request_time = Histogram(REQUEST_BOUNDS)
+        self.step_time = Histogram(STEP_BOUNDS)
         self.prompt_tokens = 0
         self.new_tokens = 0
 

@@ -9,6 +9,7 @@ import typer
 
 from corogen.adapters.cli.bench import bench
 from corogen.adapters.cli.bench_faults import faults
+from corogen.adapters.cli.bench_tasks import tasks  # noqa: F401 (adds itself to `bench`)
 from corogen.adapters.cli.console import guarded
 from corogen.adapters.cli.options import EngineOptions, OutputOptions, SamplingOptions, grouped
 from corogen.adapters.cli.serve import ServerOptions

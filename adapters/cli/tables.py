@@ -205,6 +205,24 @@ def _spin(result: dict[str, Any]) -> list[Any]:
     return [_table(title, columns, rows)]
 
 
+def _tasks(result: dict[str, Any]) -> list[Any]:
+    rows, columns = " x ".join(map(str, result["shape"])), ["tp x pp", "wait p50, ms", "p99", "get p50", "batches/s"]
+    title = (
+        f"a model that adds one to {rows} floats: {result['requests']} requests one by one, {result['batches']} at once"
+    )
+    cells = [
+        [
+            f"{row['tp']} x {row['pp']}",
+            *(number(row["wait_ms"][key], 2) for key in ("p50", "p99")),
+            number(row["get_ms"]["p50"], 2),
+            number(row["batches_per_s"], 0),
+            ", ".join(f"{share:.2%}" for share in row["idle_cpu"]),
+        ]
+        for row in result["layouts"]
+    ]
+    return [_table(title, [*columns, f"CPU of each process over {result['idle_s']:g} idle s"], cells)]
+
+
 def _chaos(result: dict[str, Any]) -> list[Any]:
     asked = result["settings"]
     title = (
@@ -309,6 +327,7 @@ _LAYOUTS = {
     "serve": _serve,
     "http": _http,
     "spin": _spin,
+    "tasks": _tasks,
     "chaos": _chaos,
     "cancel": _cancel,
     "soak": _soak,

@@ -86,6 +86,16 @@ class Sequence:
         self.keys: list[bytes] = []
         self.registered = 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to its end."""
+        return self.status is Status.ENDED
+
+    @property
+    def progress(self) -> int:
+        """Tokens that are known."""
+        return len(self.tokens)
+
     def forget_progress(self) -> None:
         """Start again from the known tokens."""
         self.slot, self.blocks, self.decoding = -1, [], False

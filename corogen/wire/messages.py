@@ -1,4 +1,4 @@
-"""Every message between the engine and its workers. Ids and numbers only; no tensor ever travels here.
+"""Every message between the engine and its workers. For generation ids and numbers only; no tensor ever travels.
 
 A worker keeps one *slot* per running sequence: its sampling settings, its block table, its length (tokens whose keys
 and values are computed), and its last token. The engine sends differences: what a step needs beyond that.
@@ -180,5 +180,42 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Finish what was sent before, then exit with code 0."""
 
 
-ToWorker = WorkerSpec | StepInput | Shutdown
-FromWorker = StepOutput | StepError | StepSkipped | StartPhase | WorkerReady | WorkerFailed
+class TaskSpec(msgspec.Struct, frozen=True, array_like=True, tag="task_spec"):
+    """The first message to a worker of tasks: what builds its model."""
+
+    #: (model_fn, its keyword arguments), pickled by value where that is needed
+    model: bytes
+    sys_path: list[str]
+    device: str = "auto"
+    num_threads: int = 0
+    rank: int = 0
+    tp: int = 1
+    pp: int = 1
+
+
+class TaskInput(msgspec.Struct, frozen=True, array_like=True, tag="task"):
+    """One batch: `body` is its input, see `corogen.tasks.payload`."""
+
+    step: int
+    body: bytes
+
+
+class TaskOutput(msgspec.Struct, frozen=True, array_like=True, tag="task_output"):
+    """What the model made of a batch."""
+
+    step: int
+    body: bytes
+
+
+class TaskError(msgspec.Struct, frozen=True, array_like=True, tag="task_error"):
+    """The model, or taking its input apart, raised; `body` is the exception if that can be pickled, else empty."""
+
+    step: int
+    traceback: str
+    #: name of the exception's class
+    kind: str
+    body: bytes
+
+
+ToWorker = WorkerSpec | StepInput | TaskSpec | TaskInput | Shutdown
+FromWorker = StepOutput | StepError | StepSkipped | TaskOutput | TaskError | StartPhase | WorkerReady | WorkerFailed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from corogen.errors import CorogenError
 from corogen.wire.channel import BlockingChannel
@@ -18,11 +19,16 @@ from corogen.wire.messages import (
     StepInput,
     StepOutput,
     StepSkipped,
+    TaskInput,
+    TaskSpec,
     WorkerFailed,
     WorkerSpec,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from corogen.tasks.runner import TaskRunner
     from corogen.workers.pending import PendingTokens
     from corogen.workers.runner import Runner
 
@@ -34,11 +40,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; only the parent decides
     channel = BlockingChannel(socket.socket(fileno=int(sys.argv[1])))
     spec = channel.receive()
-    if isinstance(spec, WorkerSpec):
+    if isinstance(spec, WorkerSpec | TaskSpec):
         _extend_path(spec.sys_path)
         runner = _load(spec, channel)
         if runner is not None:
-            _serve(runner, channel)
+            _serve_tasks(runner, channel) if isinstance(spec, TaskSpec) else _serve(runner, channel)
 
 
 def _extend_path(parent_path: list[str]) -> None:
@@ -46,7 +52,8 @@ def _extend_path(parent_path: list[str]) -> None:
     sys.path += [entry for entry in parent_path if entry and entry not in sys.path]
 
 
-def _load(spec: WorkerSpec, channel: BlockingChannel) -> Runner | None:
+def _load(spec: WorkerSpec | TaskSpec, channel: BlockingChannel) -> Any:
+    """The runner that `spec` asks for, ready; None if it could not be made, which is reported."""
     phase = "import"
 
     def report(entered: StartPhase) -> None:
@@ -56,15 +63,39 @@ def _load(spec: WorkerSpec, channel: BlockingChannel) -> Runner | None:
 
     try:
         report(StartPhase("import"))
-        from corogen.workers.runner import Runner
-
-        runner = Runner(spec, report)
+        runner = _make_runner(spec, report)
         channel.send(runner.load())
         return runner
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, CorogenError) else ""
         channel.send(WorkerFailed(phase, kind, str(error), traceback.format_exc()))
         return None
+
+
+def _make_runner(spec: WorkerSpec | TaskSpec, report: Callable[[StartPhase], None]) -> Any:
+    if isinstance(spec, TaskSpec):
+        from corogen.tasks.runner import TaskRunner
+
+        return TaskRunner(spec, report)
+    from corogen.workers.runner import Runner
+
+    return Runner(spec, report)
+
+
+def _serve_tasks(runner: TaskRunner, channel: BlockingChannel) -> None:
+    """One batch behind the other, for as long as each may take; another thread receives."""
+    inputs: queue.SimpleQueue[TaskInput | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive_tasks, args=(channel, inputs), name="receive", daemon=True).start()
+    while (task := inputs.get()) is not None:
+        channel.send(runner.run(task))
+
+
+def _receive_tasks(channel: BlockingChannel, inputs: queue.SimpleQueue[TaskInput | None]) -> None:
+    while isinstance(message := channel.receive(), TaskInput):
+        inputs.put(message)
+    if message is None:
+        os._exit(1)  # the parent is gone, and no one wants what is being computed
+    inputs.put(None)
 
 
 def _serve(runner: Runner, channel: BlockingChannel) -> None:

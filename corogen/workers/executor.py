@@ -8,7 +8,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from corogen.errors import CorogenError, WorkerStartError
-from corogen.wire.messages import StartPhase, StepError, StepInput, StepOutput, StepSkipped, WorkerReady, WorkerSpec
+from corogen.wire.messages import (
+    StartPhase,
+    StepError,
+    StepInput,
+    StepOutput,
+    StepSkipped,
+    TaskError,
+    TaskInput,
+    TaskOutput,
+    TaskSpec,
+    WorkerReady,
+    WorkerSpec,
+)
 
 if TYPE_CHECKING:
     from corogen.workers.runner import Runner
@@ -30,6 +42,29 @@ class Executor(Protocol):
 
     def submit(self, step: StepInput) -> None:
         """Hand over one step; never blocks."""
+
+    async def close(self) -> None:
+        """End the workers; bounded in time."""
+
+
+TaskResult = TaskOutput | TaskError
+
+
+class TaskExecutor(Protocol):
+    """The same for batches of tasks."""
+
+    on_result: Callable[[TaskResult], None]
+    on_failure: Callable[[CorogenError], None]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+
+    async def start(self, spec: TaskSpec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
+        """Start the workers and return when they can take batches. After `close` they may be started again."""
+
+    def submit(self, step: TaskInput) -> None:
+        """Hand over one batch; never blocks."""
 
     async def close(self) -> None:
         """End the workers; bounded in time."""

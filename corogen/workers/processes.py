@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from corogen import errors
 from corogen.errors import CorogenError, WorkerDied, WorkerStartError
@@ -12,15 +13,21 @@ from corogen.wire.messages import (
     FromWorker,
     StartPhase,
     StepInput,
+    TaskInput,
+    TaskSpec,
     WorkerFailed,
     WorkerReady,
     WorkerSpec,
 )
-from corogen.workers.executor import StepResult
+from corogen.workers.executor import StepResult, TaskResult
 from corogen.workers.supervisor import WorkerProcess
 
+Spec = TypeVar("Spec", WorkerSpec, TaskSpec)
+Step = TypeVar("Step", StepInput, TaskInput)
+Result = TypeVar("Result", StepResult, TaskResult)
 
-class ProcessExecutor:
+
+class ProcessExecutor(Generic[Spec, Step, Result]):
     """Steps go to the worker over a socket pair; its answers come back on the engine's loop.
 
     Args:
@@ -28,7 +35,7 @@ class ProcessExecutor:
         step_timeout_s: bound on one step; a worker that exceeds it is killed.
     """
 
-    on_result: Callable[[StepResult], None]
+    on_result: Callable[[Result], None]
     on_failure: Callable[[CorogenError], None]
 
     def __init__(self, *, start_timeout_s: float | None = None, step_timeout_s: float | None = None) -> None:
@@ -47,7 +54,7 @@ class ProcessExecutor:
         """Process ids of the workers."""
         return [self._worker.pid] if self._worker and self._worker.pid else []
 
-    async def start(self, spec: WorkerSpec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
+    async def start(self, spec: Spec, on_phase: Callable[[StartPhase], None]) -> WorkerReady:
         """Start the worker and wait until it is ready.
 
         Raises:
@@ -73,7 +80,7 @@ class ProcessExecutor:
                 ) from None
             raise
 
-    def submit(self, step: StepInput) -> None:
+    def submit(self, step: Step) -> None:
         """Send one step."""
         if self._worker is None:
             raise WorkerStartError("the worker is not running")
@@ -101,7 +108,7 @@ class ProcessExecutor:
             case _:
                 self._in_flight.popleft()
                 self._rearm()
-                self.on_result(message)
+                self.on_result(message)  # type: ignore[arg-type]  # a worker answers as it was asked
 
     def _settle(self, outcome: WorkerReady | CorogenError) -> None:
         if self._ready is None or self._ready.done():

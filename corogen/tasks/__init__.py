@@ -1,0 +1,1 @@
+"""Any torch module behind one call: submit, batch, forward, split."""
