@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from corogen.attention.base import HeadNorms, Options, Pair, dense_attention, forward_context
-from corogen.model import hf
 from corogen.model.norm import RMSNorm
+from corogen.model.stages import try_tokens
 
 
 class _Watch:
@@ -61,9 +61,8 @@ def leave_norms_to_attention(model: Any, device: torch.device) -> None:
         return
     watch = _Watch()
     hooks = [n.register_forward_hook(lambda norm, _, output: watch.outputs.update({norm: output})) for n in norms]
-    ids = torch.zeros(2, dtype=torch.long, device=device)
     with forward_context(watch):
-        hf.forward(model, ids, torch.arange(2, device=device), torch.ones(1, dtype=torch.long, device=device))
+        try_tokens(model, 2, device)
     for hook in hooks:
         hook.remove()
     for module in watch.found:

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +135,9 @@ def positions(config: Any) -> Positions:
 
 
 def vocab_size(model: nn.Module) -> int:
-    """Rows of the input embedding."""
-    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    """Rows of the input embedding, whoever holds it."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0])
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
@@ -173,6 +174,22 @@ def _quiet_config(config: Any) -> None:
             setattr(config, name, False)
 
 
+def layer_stack(model: nn.Module) -> str:
+    """The name of the list that holds the decoder's layers.
+
+    Raises:
+        UnsupportedModel: there is none, or more than one that could be it.
+    """
+    config: Any = model.config
+    count = int(config.get_text_config().num_hidden_layers)
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        found = ", ".join(outer) or "none"
+        raise UnsupportedModel(f"{config.model_type} has not one list of its {count} layers (found: {found}): use pp=1")
+    return str(outer[0])
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters that modules register inside the block hold no memory; buffers (rope frequencies) stay real."""
@@ -199,11 +216,18 @@ def use_own_rotary(model: Any) -> None:
         module.apply_rotary_pos_emb = Rotary(original)  # type: ignore[attr-defined]
 
 
-def forward(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_at: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, vocabulary] at the places `logits_at` of the packed tokens `input_ids` [T]."""
-    output = model(
-        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=logits_at
-    )
+def forward(
+    model: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    logits_at: torch.Tensor,
+    *,
+    hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits [rows, vocabulary] at the places `logits_at` of the packed tokens `input_ids` [T]; or instead of ids with
+    `hidden` [T, hidden] in place of their embeddings."""
+    tokens = {"inputs_embeds": hidden[None]} if hidden is not None else {"input_ids": input_ids[None]}
+    output = model(**tokens, position_ids=position_ids[None], use_cache=False, logits_to_keep=logits_at)
     logits: torch.Tensor = output.logits[0]
     return logits
 
@@ -214,13 +238,14 @@ def forward(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, log
 class KeyMapper:
     """Turns a checkpoint's tensor names into parameter names, and merges tensors where the class wants one."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        """`names` are those of all parameters and buffers that the model has when it is whole."""
         self._model = model
         mapping = get_model_conversion_mapping(model)
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
-        self._state = model.state_dict()
+        self._state = dict.fromkeys(names, True)
         self._pending: dict[str, Any] = {}
 
     def map(self, name: str) -> tuple[str, str | None]:

@@ -28,8 +28,8 @@ def fuse_layer_sums(model: Any) -> None:
     following: list[Any] = [*(getattr(layer, "input_layernorm", None) for layer in stack.layers[1:])]
     following.append(getattr(stack, "norm", None))
     for layer, after in zip(stack.layers, following, strict=True):
-        if _fits(layer) and isinstance(after, RMSNorm) and after.adds and _agrees(layer):
-            layer.forward = _fused_forward(layer, after)
+        if _fits(layer) and _agrees(layer):
+            layer.forward = _fused_forward(layer, after if isinstance(after, RMSNorm) and after.adds else None)
 
 
 def _fits(layer: nn.Module) -> bool:
@@ -39,7 +39,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def _fused_forward(layer: Any, after: RMSNorm | None) -> Callable[..., Any]:
-    """The layer's forward; `after` is the norm that its result goes to."""
+    """The layer's forward; `after` is the norm that its result goes to, None for a pipeline stage's last."""
     original = layer.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 from corogen.errors import CheckpointError
 from corogen.model import hf
+from corogen.model.stages import stage_of
 
 Progress = Callable[[int, int], None]
 Reader = Callable[[], torch.Tensor]
@@ -116,6 +118,14 @@ class Loader:
         self._keeps_float32 = hf.keeps_float32(model)
         self._waiting = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         self._buffers = dict(model.named_buffers())
+        self._stage = stage_of(model)
+        names = set(self._waiting)
+        tied = hf.tied_parameters(model) if self._stage is None else self._stage.tied
+        #: {parameter: the one it shares memory with}, both here
+        self._tied = {a: b for a, b in tied.items() if a in names and b in names}
+        #: {parameter of another stage: the one of this stage that has its values}
+        self._twins = {a: b for pair in tied.items() for a, b in (pair, pair[::-1]) if b in names and a not in names}
+        self._twin_readers: dict[str, tuple[str, Reader]] = {}
         self._unexpected: list[str] = []
         self.warnings: list[str] = []
 
@@ -130,6 +140,7 @@ class Loader:
         """
         with ExitStack() as stack:
             self._place_all(list(read_tensors(find_files(folder), stack)), progress)
+            self._place_twins()
             self._tie()
         self._check_missing(folder)
         if self._unexpected:
@@ -137,25 +148,35 @@ class Loader:
             self.warnings.append(f"the checkpoint holds tensors that the model has no place for: {names}")
 
     def fill_randomly(self) -> None:
-        """The same random numbers each time: matrices of a small spread, ones for norms, zeros for biases."""
-        tied = hf.tied_parameters(self._model)
-        generator = torch.Generator(self._device).manual_seed(0)
+        """The same random numbers each time: matrices of a small spread, ones for norms, zeros for biases.
+
+        They depend on the parameter's name, not on what else the model holds.
+        """
+        sources = {here: there for there, here in self._twins.items()} | self._tied
         for target, shape in list(self._waiting.items()):
-            if target not in tied:
-                dtype = torch.float32 if self._keeps_float32(target) else self._dtype
-                value = torch.full(shape, 0.0 if target.endswith("bias") else 1.0, dtype=dtype, device=self._device)
-                if len(shape) > 1:
-                    value.normal_(std=0.02, generator=generator)
+            if target not in self._tied:
+                value = self._random(sources.get(target, target), shape)
                 _set_parameter(self._model, target, value)
                 del self._waiting[target]
         self._tie()
 
+    def _random(self, name: str, shape: torch.Size) -> torch.Tensor:
+        dtype = torch.float32 if self._keeps_float32(name) else self._dtype
+        value = torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=self._device)
+        if len(shape) > 1:
+            value.normal_(std=0.02, generator=torch.Generator(self._device).manual_seed(zlib.crc32(name.encode())))
+        return value
+
     def _place_all(self, tensors: list[tuple[str, Reader]], progress: Progress) -> None:
-        mapper = hf.KeyMapper(self._model)
+        mapper = hf.KeyMapper(self._model, self._model.state_dict() if self._stage is None else self._stage.names)
         for done, (name, read) in enumerate(tensors):
             progress(done, len(tensors))
             target, pattern = mapper.map(name)
-            if pattern is None:
+            if target in self._twins:
+                self._twin_readers[self._twins[target]] = (name, read)
+            elif self._stage is not None and not self._stage.holds(target):
+                continue
+            elif pattern is None:
                 self._place(target, name, read)
             else:
                 mapper.collect(target, pattern, name, read)
@@ -177,6 +198,12 @@ class Loader:
         elif not any(p.search(target) or p.search(name) for p in hf.ignored_keys(self._model)):
             self._unexpected.append(name)
 
+    def _place_twins(self) -> None:
+        """A tied parameter whose twin is on another stage has been stored under its own name, or under the twin's."""
+        for target, (name, read) in self._twin_readers.items():
+            if target in self._waiting:
+                self._place(target, name, read)
+
     def _converted(self, target: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             raise CheckpointError(f"{target} is stored as {tensor.dtype}: quantised checkpoints are not supported")
@@ -184,7 +211,7 @@ class Loader:
 
     def _tie(self) -> None:
         """Share what the config ties. If both are stored and differ, both are kept, as transformers does."""
-        for target, source in hf.tied_parameters(self._model).items():
+        for target, source in self._tied.items():
             if source in self._waiting and target not in self._waiting:
                 source, target = target, source
             if source in self._waiting:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from corogen.attention.base import Options, Pair, forward_context
-from corogen.model import hf
 from corogen.model.fuse import FusedSlice
 from corogen.model.gated import GatedFeedForward
 from corogen.model.matvec import MatVecLinear
 from corogen.model.norm import RMSNorm
+from corogen.model.stages import try_tokens
 
 
 class SingleRow:
@@ -43,14 +43,16 @@ class SingleRow:
 
 def use_single_rows(model: Any, device: torch.device) -> None:
     """Let the layers that `fuse_layer_sums` has changed compute single rows this way, if all parts are there and the
-    model's logits stay what they are up to rounding."""
+    model's results stay what they are up to rounding."""
     layers = [layer for layer in model.modules() if "forward" in vars(layer) and _row_of(layer) is not None]
     if not layers:
         return
-    wanted = _logits(model, device)
+    with forward_context(_Alone()):
+        wanted = try_tokens(model, 1, device)
     for layer in layers:
         layer.__dict__["corogen_single"] = _row_of(layer)
-    found = _logits(model, device)
+    with forward_context(_Alone()):
+        found = try_tokens(model, 1, device)
     # a part that is missing changes everything; rounding of 16 bits adds up to some percent over many layers
     tolerance = 1e-4 if wanted.dtype == torch.float32 else 0.2
     if not (found - wanted).float().norm() <= tolerance * wanted.float().norm():
@@ -91,9 +93,3 @@ class _Alone:
     ) -> torch.Tensor:
         """The token's own value."""
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
-
-
-def _logits(model: Any, device: torch.device) -> torch.Tensor:
-    ids = torch.ones(1, dtype=torch.long, device=device)
-    with forward_context(_Alone()):
-        return hf.forward(model, ids, torch.zeros_like(ids), torch.zeros_like(ids))

@@ -4,7 +4,8 @@ from corogen.model.shard import Shard
 
 
 def test_a_worker_alone_is_first_and_last() -> None:
-    assert Shard().first and Shard().last
+    assert Shard().first
+    assert Shard().last
 
 
 def test_only_the_ends_of_the_pipeline_are_first_and_last() -> None:
