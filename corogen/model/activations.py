@@ -57,7 +57,9 @@ def _even_rows(rows: int, width: int, threads: int) -> int:
 
 def stabilise_activations(model: nn.Module) -> None:
     """Wrap the model's activations where they are computed on a CPU."""
-    if next(model.parameters()).device.type != "cpu":
+    # packed weights, which only a CPU has, are no parameters: a pipeline stage may have none left
+    held = next(model.parameters(), None)
+    if held is not None and held.device.type != "cpu":
         return
     for module in list(model.modules()):
         if not isinstance(module, RowStable):

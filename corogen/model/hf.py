@@ -185,8 +185,7 @@ def layer_stack(model: nn.Module) -> str:
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
-        found = ", ".join(outer) or "none"
-        raise UnsupportedModel(f"{config.model_type} has not one list of its {count} layers (found: {found}): use pp=1")
+        raise UnsupportedModel(f"it has not one list of its {count} layers but {', '.join(outer) or 'none'}")
     return str(outer[0])
 
 

@@ -120,11 +120,12 @@ class Loader:
         self._buffers = dict(model.named_buffers())
         self._stage = stage_of(model)
         names = set(self._waiting)
-        tied = hf.tied_parameters(model) if self._stage is None else self._stage.tied
-        #: {parameter: the one it shares memory with}, both here
-        self._tied = {a: b for a, b in tied.items() if a in names and b in names}
+        #: {parameter: the one it shares memory with} of the whole model
+        self._sources = hf.tied_parameters(model) if self._stage is None else self._stage.tied
+        #: the same where this stage holds both
+        self._tied = {a: b for a, b in self._sources.items() if a in names and b in names}
         #: {parameter of another stage: the one of this stage that has its values}
-        self._twins = {a: b for pair in tied.items() for a, b in (pair, pair[::-1]) if b in names and a not in names}
+        self._twins = {a: b for p in self._sources.items() for a, b in (p, p[::-1]) if b in names and a not in names}
         self._twin_readers: dict[str, tuple[str, Reader]] = {}
         self._unexpected: list[str] = []
         self.warnings: list[str] = []
@@ -152,10 +153,9 @@ class Loader:
 
         They depend on the parameter's name, not on what else the model holds.
         """
-        sources = {here: there for there, here in self._twins.items()} | self._tied
         for target, shape in list(self._waiting.items()):
             if target not in self._tied:
-                value = self._random(sources.get(target, target), shape)
+                value = self._random(self._sources.get(target, target), shape)
                 _set_parameter(self._model, target, value)
                 del self._waiting[target]
         self._tie()

@@ -36,6 +36,9 @@ def shrunken(config: Any) -> Any:
     """
     small = copy.deepcopy(config)
     text = small.get_text_config()
+    for part in vars(small).values():
+        if hasattr(part, "to_dict") and part is not text:
+            _flatten(part)
     _drop_layers(text)
     _narrow(text)
     for name, value in _SMALLER.items():
@@ -43,6 +46,13 @@ def shrunken(config: Any) -> Any:
         if isinstance(old, int) and not isinstance(old, bool) and old > value:
             setattr(text, name, value)
     return small
+
+
+def _flatten(part: Any) -> None:
+    """One layer for an encoder of images or sound, which text does not run through."""
+    for name in ("num_hidden_layers", "depth", "encoder_layers", "num_layers"):
+        if isinstance(getattr(part, name, None), int):
+            setattr(part, name, 1)
 
 
 def _drop_layers(text: Any) -> None:
@@ -63,15 +73,13 @@ def _kept_layers(count: int, types: list[str] | None) -> list[int]:
 
 def _narrow(text: Any) -> None:
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
-    explicit = getattr(text, "head_dim", None)
-    head_dim = int(explicit or hidden // heads)
-    kv_heads = getattr(text, "num_key_value_heads", None)
+    head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
     few = min(heads, 4)
     text.num_attention_heads = few
-    if kv_heads is not None:
-        text.num_key_value_heads = few if kv_heads == heads else min(int(kv_heads), max(few // 2, 1))
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        kv_heads = getattr(text, name, None)
+        if kv_heads is not None:
+            setattr(text, name, few if kv_heads == heads else min(int(kv_heads), max(few // 2, 1)))
     text.hidden_size = few * head_dim
-    if explicit is not None:
-        text.head_dim = head_dim
     if getattr(text, "word_embed_proj_dim", None) is not None:
         text.word_embed_proj_dim = text.hidden_size if text.word_embed_proj_dim == hidden else few * head_dim // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Split(NamedTuple):
     before: tuple[str, ...]
     #: modules that only work on the last layer's output
     after: tuple[str, ...]
-    #: layers return tuples of so many; None: just hidden states
+    #: layers return tuples of so many, of which the first are hidden states; None: just hidden states
     width: int | None
 
 
@@ -46,9 +47,10 @@ def try_small(config: Any, dtype: torch.dtype) -> Trial:
     """Run a small model of the config's family on a CPU and watch it.
 
     Raises:
-        UnsupportedModel: its layers hand over more than one tensor, or are no plain sequence.
+        UnsupportedModel: its layers are no plain sequence.
     """
-    model, twin = _small_model(config, dtype), _small_model(config, dtype)
+    model = _small_model(config, dtype)
+    twin = copy.deepcopy(model)
     ids = torch.arange(3, 3 + _TOKENS)
     positions = torch.arange(_TOKENS)
     watch = _Watch(twin)
@@ -84,7 +86,6 @@ class _Watch:
     """Hooks on a model: in which order its layers run, and which modules run before and behind them."""
 
     def __init__(self, model: Any) -> None:
-        self._family = model.config.model_type
         self._stack = hf.layer_stack(model)
         self._layers = list(model.get_submodule(self._stack))
         self._begun: list[nn.Module] = []
@@ -107,7 +108,7 @@ class _Watch:
         """What was seen."""
         total = len(self._layers)
         if self._begun != self._layers or len(self._outputs) != total:
-            self._refuse("does not run its layers one after the other, each once")
+            raise UnsupportedModel("it does not run its layers one after the other, each once")
         return Split(
             self._stack,
             tuple(name for name, calls in self._calls.items() if all(c.begun == 0 and c.plain for c in calls)),
@@ -118,14 +119,10 @@ class _Watch:
     def _tuple_width(self) -> int | None:
         if all(isinstance(o, torch.Tensor) for o in self._outputs):
             return None
-        widths = {len(o) for o in self._outputs if isinstance(o, tuple)}
-        plain = all(isinstance(o, tuple) and all(x is None for x in o[1:]) for o in self._outputs)
-        if not plain or len(widths) != 1:
-            self._refuse("hands more than the hidden states from layer to layer")
+        widths = {len(o) if isinstance(o, tuple) and isinstance(o[0], torch.Tensor) else 0 for o in self._outputs}
+        if len(widths) != 1 or 0 in widths:
+            raise UnsupportedModel("its layers do not hand on hidden states")
         return widths.pop()
-
-    def _refuse(self, reason: str) -> None:
-        raise UnsupportedModel(f"{self._family} {reason}, so it can not be cut into pipeline stages: use pp=1")
 
 
 def _outside(model: nn.Module, stack: str) -> Iterator[str]:

@@ -46,3 +46,16 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """The demo model, converted."""
+    from corogen.model.gguf import convert, converted_folder
+    from corogen.model.source import resolve_model
+
+    file = resolve_model("demo")
+    folder = converted_folder(file)
+    if not folder.is_dir():
+        convert(file, folder)
+    return folder

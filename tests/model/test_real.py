@@ -8,7 +8,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from corogen.model.gguf import convert, converted_folder
 from corogen.wire.messages import Sampling
 from tests.model.driver import Driver, load
 from tests.model.reference import reference, reference_logits
@@ -22,17 +21,6 @@ QUESTIONS = (
 NEAR_TIE = 5e-4
 #: the model's end token
 END = 2
-
-
-@pytest.fixture(scope="module")
-def demo() -> Path:
-    from corogen.model.source import resolve_model
-
-    file = resolve_model("demo")
-    folder = converted_folder(file)
-    if not folder.is_dir():
-        convert(file, folder)
-    return folder
 
 
 @pytest.mark.real_model
