@@ -28,34 +28,34 @@ CPU = torch.device("cpu")
 LIMITS = Limits(max_slots=16, max_len=256, max_step_tokens=256, last_position=255, vocab_size=512)
 
 
+def build_stage(path: Path, shard: Shard, **spec: Any) -> Runner:
+    """A runner whose model is the stage's, without a cache."""
+    runner = Runner(make_spec(path, **spec))
+    original = hf.build_model
+
+    def build(config: Any, dtype: torch.dtype) -> Any:
+        # the trial in small builds models too
+        with mock.patch.object(hf, "build_model", original):
+            model = original(config, dtype)
+            keep_stage(model, shard)
+        return model
+
+    with torch.inference_mode(), mock.patch.object(hf, "build_model", build):
+        runner._build(hf.load_config(path, {}), path)
+    return runner
+
+
 class BuiltStage:
-    """One stage's model, attention layers, cache and planner."""
+    """One stage's model, attention layers, cache and planner, on a CPU."""
 
     def __init__(self, path: Path, shard: Shard, block_size: int = 16, **spec: Any) -> None:
-        runner = Runner(make_spec(path, block_size=block_size, **spec))
-        folder = runner._folder()
-        config = hf.load_config(folder, {})
-        original = hf.build_model
-
-        def build(config: Any, dtype: torch.dtype) -> Any:
-            with mock.patch.object(hf, "build_model", original):
-                model = original(config, dtype)
-                keep_stage(model, shard)
-            return model
-
-        with torch.inference_mode(), mock.patch.object(hf, "build_model", build):
-            runner._build(config, folder)
-            self.model, self.warnings, self.dtype = runner._model, runner._warnings, runner._dtype
-            self.layers = probe_layers(self.model, config, CPU)
+        runner = build_stage(path, shard, block_size=block_size, **spec)
+        self.model, self.warnings, self.dtype = runner._model, runner._warnings, runner._dtype
         self.vocab_size = runner._vocab_size
+        with torch.inference_mode():
+            self.layers = probe_layers(self.model, hf.load_config(path, {}), CPU)
         self.cache = KVCache(self.layers, 128, block_size, self.dtype, CPU)
         self.planner = Planner(block_size, [f.window for f in self.layers], self.dtype, CPU)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the parameters, shared ones once."""
-        unique = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
-        return sum(unique.values())
 
 
 class _ChainSteps(HostSteps):
