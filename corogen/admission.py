@@ -183,9 +183,12 @@ class Admission:
             raise InvalidRequest("there is no tokenizer here: pass the prompt as a list of token ids", param="prompt")
         refuse_surrogates(text)
         # a tokenizer may know more tokens than the model embeds
-        return self._checked_range(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        limit = self.facts.max_len
+        return self._checked_range(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit))
 
     def _checked_ids(self, ids: list[Any]) -> list[int]:
+        if len(ids) >= self.facts.max_len:  # before each is looked at
+            raise PromptTooLong(len(ids), self.facts.max_len)
         for position, token_id in enumerate(ids) if set(map(type, ids)) != {int} else ():
             if type(token_id) is not int:
                 raise InvalidRequest(
@@ -266,11 +269,12 @@ def _item_kind(item: Any, position: int) -> str:
     raise InvalidRequest(f"item {position} is {a_type_of(item)}; a prompt is {_KINDS}", param="prompt")
 
 
-def _text_length(message: Any) -> int:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    parts = content if isinstance(content, list | tuple) else [content]
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-    return sum(len(text) for text in texts if isinstance(text, str))
+def _text_length(value: Any, depth: int = 5) -> int:
+    """Characters of all texts in a message: in its parts, its calls of tools and their arguments."""
+    if isinstance(value, str):
+        return len(value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(_text_length(item, depth - 1) for item in items) if depth else LONG_TEXT
 
 
 def refuse_surrogates(text: str) -> None:

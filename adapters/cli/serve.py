@@ -78,6 +78,14 @@ class ServerOptions:
         )
 
     @property
+    def prefix(self) -> str:
+        """The path prefix as servers want it: "" or "/one/two". Raises ConfigError."""
+        inner = self.root_path.strip("/")
+        if not inner.isascii() or any(mark in inner for mark in " ?#%") or not inner.isprintable():
+            raise ConfigError(f"--root-path {self.root_path!r} is no path prefix such as /llm")
+        return f"/{inner}" if inner else ""
+
+    @property
     def certificate(self) -> tuple[Path, Path] | None:
         """Both files, or None without TLS. Raises ConfigError for one without the other, or a missing file."""
         if self.ssl_certfile is None and self.ssl_keyfile is None:
@@ -118,7 +126,7 @@ def serve(model: str, *, engine: EngineOptions, server: ServerOptions, output: O
                 sock,
                 drain_s=server.shutdown_timeout,
                 certificate=certificate,
-                root_path=server.root_path.rstrip("/"),
+                root_path=server.prefix,
                 ready=lambda: tell(greeting),
                 say=tell,
             )

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corogen.adapters.server import chat, completions, errors, native
 from corogen.adapters.server.auth import RequireKey
-from corogen.adapters.server.limits import LimitBody
+from corogen.adapters.server.limits import LimitBody, Uploads
 from corogen.adapters.server.logging import RequestLog
 from corogen.adapters.server.metrics import CONTENT_TYPE_LATEST
 from corogen.adapters.server.replies import json_reply
@@ -34,7 +35,8 @@ def make_app(pipe: Pipeline, settings: ServerSettings | None = None) -> FastAPI:
         app.include_router(router)
     errors.install(app, settings)
     # from the inside out
-    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
+    app.state.uploads = Uploads()
+    app.add_middleware(LimitBody, settings=settings, uploads=app.state.uploads)
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
     if settings.cors_origins:
@@ -46,7 +48,22 @@ def make_app(pipe: Pipeline, settings: ServerSettings | None = None) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestLog, metrics=service.metrics)
+    app.add_middleware(WithoutPrefix)
     return app
+
+
+class WithoutPrefix:
+    """Pure ASGI middleware: the path prefix of a proxy is taken off, whether or not the proxy has done so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        prefix = scope.get("root_path", "")
+        if prefix and scope["path"].startswith(f"{prefix}{prefix}/"):  # servers put it before what they receive
+            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        await self._app(scope, receive, send)
 
 
 def _facts(service: Service) -> APIRouter:
@@ -83,6 +100,8 @@ def _facts(service: Service) -> APIRouter:
         """The version of corogen."""
         return json_reply({"version": _version()})
 
+    for path, endpoint in (("/health", health), ("/v1/models", models), ("/metrics", metrics), ("/version", version)):
+        router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
     return router
 
 

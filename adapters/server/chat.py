@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from corogen.adapters.server.bodies import json_route
 from corogen.adapters.server.replies import ERROR_RESPONSES, json_reply, new_id
 from corogen.adapters.server.schema import ChatRequest
 from corogen.adapters.server.service import Service
@@ -20,14 +19,14 @@ from corogen.outputs import Response as Answer
 
 def routes(service: Service) -> APIRouter:
     """The route, for `service`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=json_route(service.pipe.engine))
 
     @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         if not body.messages:
             raise InvalidRequest("messages is empty: send at least one", param="messages")
-        call = service.call([template_form(body.messages)], body, do_preprocess=True)
+        call = service.call([body.messages], body, do_preprocess=True)
         meter = service.meter(request, body.choices, stream=bool(body.stream))
         head = {"id": new_id("chatcmpl", request), "created": int(time.time()), "model": service.name}
         if body.stream:
@@ -84,26 +83,3 @@ class ChatEvents:
         if self._with_usage or self._always:
             chunk["usage"] = self._meter.usage if self._always else None
         return event(chunk)
-
-
-def template_form(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: arguments of tool calls, which travel as JSON text, as objects."""
-    return [_with_objects(message) if message.get("tool_calls") else message for message in messages]
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message["tool_calls"]
-    if not isinstance(calls, list):
-        raise InvalidRequest("tool_calls of a message must be a list", param="messages")
-    return {**message, "tool_calls": [_call_with_object(call) for call in calls]}
-
-
-def _call_with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

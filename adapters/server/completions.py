@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from corogen.adapters.server.bodies import json_route
 from corogen.adapters.server.replies import ERROR_RESPONSES, json_reply, new_id
 from corogen.adapters.server.schema import CompletionRequest
 from corogen.adapters.server.service import Service
@@ -18,7 +19,7 @@ from corogen.outputs import Response as Answer
 
 def routes(service: Service) -> APIRouter:
     """The route, for `service`."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=json_route(service.pipe.engine))
 
     @router.post("/v1/completions", responses=ERROR_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:

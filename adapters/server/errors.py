@@ -47,7 +47,7 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
 _encode = msgspec.json.Encoder().encode
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An answer that is an error. `param` names the field at fault; `code` is a stable word."""
 
     def __init__(
@@ -59,12 +59,11 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(status, message, dict(headers or {}))
         self.status, self.message, self.param = status, message, param
         self.code = (
             _CODES.get(status, "internal_error" if status >= 500 else "invalid_request") if code is None else code
         )
-        self.headers = dict(headers or {})
-        super().__init__(message)
 
     @property
     def envelope(self) -> dict[str, Any]:
@@ -88,11 +87,11 @@ def to_api_error(error: BaseException, settings: ServerSettings, *, prompt_field
         return ApiError(500, "the server failed at this request; its log says more")
     status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFullError):
-        status = settings.overload_status
     if isinstance(error, QueueFullError | EngineClosed | WorkerError):
         headers["Retry-After"] = str(settings.retry_after_s)
     param, message = getattr(error, "param", None), str(error)
+    if isinstance(error, QueueFullError):
+        status, message = settings.overload_status, _words_of_a_full_queue(error)
     if param in HTTP_NAMES:
         message = re.sub(rf"\b{param}\b", HTTP_NAMES[param], message)
         param = HTTP_NAMES[param]
@@ -103,15 +102,16 @@ def to_api_error(error: BaseException, settings: ServerSettings, *, prompt_field
     return ApiError(status, message, code=error.code, param=param, headers=headers)
 
 
+def _words_of_a_full_queue(error: QueueFullError) -> str:
+    waiting = f", {error.waiting_tokens} waiting tokens" if error.token_limit else ""
+    return f"the server is full ({error.outstanding} running and waiting requests{waiting}): try again later"
+
+
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that is wrong with a body; without the value itself, which may be a prompt."""
     problem = problems[0]
     where = [part for part in problem["loc"] if part != "body"]
     param = str(where[0]) if where and isinstance(where[0], str) else None
-    if problem["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is not valid JSON: {problem.get('ctx', {}).get('error', '')}", code="invalid_json"
-        )
     if param is None:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     if problem["type"] == "missing":

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
+from corogen.adapters.server.limits import Uploads
 from corogen.errors import ConfigError, EngineClosed
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 _BACKLOG = 2048
 
 #: seconds beyond the drain for clients that are slow to read their last answer
-_GRACE_S = 5
+_GRACE_S = 3
+
+#: seconds for the last words of answers that a second signal has ended
+_LAST_WORDS_S = 0.5
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -50,20 +54,23 @@ class Server(uvicorn.Server):
     """uvicorn, with an end of our own.
 
     The first SIGTERM or Ctrl-C: no new connection, no new request; what runs may finish, for `drain_s` at most, after
-    which it gets an error. A second one ends everything now.
+    which it gets an error. A second one ends everything now. Who is still sending a request, or does not read an
+    answer, is not waited for.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
         pipe: Pipeline,
+        uploads: Uploads,
         *,
         drain_s: float,
         ready: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         super().__init__(config)
-        self._pipe, self._drain_s, self._ready, self._say = pipe, drain_s, ready, say
+        self._pipe, self._uploads = pipe, uploads
+        self._drain_s, self._ready, self._say = drain_s, ready, say
         self._leave = asyncio.Event()
 
     @contextlib.contextmanager
@@ -99,13 +106,29 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting; drain the engine beside; then close."""
+        self._uploads.close()
         drain = asyncio.ensure_future(self._pipe.aclose(drain=True, timeout_s=self._drain_s))
+        patience = asyncio.get_running_loop().call_later(self._drain_s + _GRACE_S, self._cut)
         await super().shutdown(sockets)
         await drain
+        patience.cancel()
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """After a second signal: give answers a moment to say how they ended."""
+        for _ in range(2):
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
+            self._cut()
+
+    def _cut(self) -> None:
+        """Leave clients that do not read: what waits for them ends as if they had gone."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def serve(
-    app: ASGIApp,
+    app: FastAPI,
     pipe: Pipeline,
     sock: socket.socket,
     *,
@@ -118,6 +141,7 @@ def serve(
     """Serve until SIGTERM or Ctrl-C, in the main thread; `pipe` is closed at the end.
 
     Args:
+        app: made by `make_app`.
         sock: bound, see `take_port`.
         drain_s: how long running requests may take to finish at the end.
         certificate: files with certificate chain and key, for TLS.
@@ -139,12 +163,12 @@ def serve(
         backlog=_BACKLOG,
         root_path=root_path,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=math.ceil(drain_s) + _GRACE_S,
+        timeout_graceful_shutdown=math.ceil(drain_s) + 2 * _GRACE_S,
         **tls,
     )
 
     async def live() -> None:
-        await Server(config, pipe, drain_s=drain_s, ready=ready, say=say).serve(sockets=[sock])
+        await Server(config, pipe, app.state.uploads, drain_s=drain_s, ready=ready, say=say).serve(sockets=[sock])
 
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(live())

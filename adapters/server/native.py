@@ -7,14 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from corogen.adapters.calls import check_call
-from corogen.adapters.server.chat import template_form
+from corogen.adapters.server.bodies import json_route
 from corogen.adapters.server.disconnect import unless_gone
 from corogen.adapters.server.errors import ApiError
 from corogen.adapters.server.replies import ERROR_RESPONSES, json_reply, new_id
 from corogen.adapters.server.schema import DetokenizeRequest, EnergonRequest, GenerateRequest, TokenizeRequest
 from corogen.adapters.server.service import Service, as_one
 from corogen.adapters.server.sse import event
-from corogen.admission import refuse_surrogates
+from corogen.admission import LONG_TEXT, refuse_surrogates
 from corogen.errors import InvalidRequest
 from corogen.outputs import Response as Answer
 from corogen.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from corogen.text.tokenizer import Tokenizer
 
 def routes(service: Service) -> APIRouter:
     """The routes, for `service`."""
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], route_class=json_route(service.pipe.engine))
 
     @router.post("/generate", responses=ERROR_RESPONSES)
     async def generate(body: GenerateRequest, request: Request) -> Response:
@@ -58,12 +58,10 @@ def routes(service: Service) -> APIRouter:
         return json_reply({"tokens": ids, "count": len(ids), "max_model_len": facts.max_len})
 
     @router.post("/detokenize", responses=ERROR_RESPONSES)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
-        if any(token < 0 for token in body.tokens):
-            raise InvalidRequest("tokens holds a negative number", param="tokens")
-        text = _tokenizer(service).decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text = await unless_gone(request.receive, _text(service, body))
         return json_reply({"prompt": text})
 
     return router
@@ -109,7 +107,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     """In the engine's pool if the text is long, as a request's own prompt would be."""
     admission = service.pipe.engine.admission
-    messages = None if body.messages is None else template_form(body.messages)
+    messages = body.messages
     prompt: Any = body.prompt if messages is None else messages
 
     def encode() -> list[int]:
@@ -120,5 +118,17 @@ async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
 
     if not admission.is_long(prompt):
         return encode()
-    service.pipe.engine.check_open()
     return await service.pipe.engine.text_pool.run(encode)
+
+
+async def _text(service: Service, body: DetokenizeRequest) -> str:
+    """In the pool if there are many."""
+    tokenizer, facts = _tokenizer(service), service.pipe.engine.admission.facts
+    size = max(tokenizer.vocab_size, facts.vocab_size)  # a model may embed more, to fill a block, or fewer
+
+    def decode() -> str:
+        if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < size):
+            raise InvalidRequest(f"tokens holds an id that is not in 0 to {size - 1}", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    return decode() if len(body.tokens) < LONG_TEXT else await service.pipe.engine.text_pool.run(decode)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from corogen.adapters.server.errors import ApiError
+from corogen.adapters.server.messages import Messages
 from corogen.errors import UnsupportedFeature
 from corogen.params import GenerationConfig
 
 MAX_N = 128
+
+# one bad item says enough: a list may hold millions
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 #: known to OpenAI's, vLLM's or LMDeploy's users and not there yet -> values that ask for nothing
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -78,8 +83,8 @@ class GenerationFields(BaseModel):
     top_k: int | None = Field(None, ge=-1, description="0 or -1: off.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = None
@@ -87,7 +92,7 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_token_ids: list[int] | None = None
+    bad_token_ids: Ids | None = None
     priority: int | None = None
     timeout_s: float | None = Field(None, description="Seconds until the answer must be complete; else 504.")
     queue_timeout_s: float | None = Field(None, description="Seconds that it may wait for its turn; else 504.")
@@ -149,7 +154,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "random_seed")
 
 
 def _unknown(name: str, model: type[BaseModel]) -> ApiError:
-    close = difflib.get_close_matches(name, model.model_fields, n=1)
+    close = difflib.get_close_matches(name[:80], model.model_fields, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return ApiError(400, f"there is no field {name[:80]!r} here{hint}", code="unknown_parameter", param=name[:80])
 
@@ -167,7 +172,7 @@ class ChatRequest(GenerationFields):
         }
     )
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, description="Wins over max_tokens.")
 
     @property
@@ -183,7 +188,9 @@ class CompletionRequest(GenerationFields):
         json_schema_extra={"example": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}
     )
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="A text, token ids, or a list of either.")
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] = Field(
+        description="A text, token ids, or a list of either."
+    )
     echo: bool | None = Field(None, description="Put the prompt before each answer.")
 
 
@@ -195,7 +202,7 @@ class GenerateRequest(GenerationFields):
     )
 
     prompt: str | None = Field(None, description="Raw text; or give input_ids.")
-    input_ids: list[int] | None = None
+    input_ids: Ids | None = None
 
 
 class EnergonRequest(BaseModel):
@@ -234,7 +241,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
@@ -244,5 +251,5 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"example": {"tokens": [504, 3575]}})
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
     skip_special_tokens: bool = False

@@ -17,6 +17,8 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     #: larger request bodies are refused with 413
     max_body_bytes: int = 16 * 2**20
+    #: seconds without any part of a body after which its request is given up with 408
+    body_timeout_s: float = 60.0
     #: status of an answer to a request that finds the queue full
     overload_status: int = 429
     #: what `Retry-After` says then

@@ -22,9 +22,19 @@ class TextPool:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corogen-text")
         self._closed = False
 
-    def run(self, function: Callable[..., Result], *args: object) -> asyncio.Future[Result]:
-        """Run `function(*args)` for a coroutine of the running loop."""
-        return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+    async def run(self, function: Callable[..., Result], *args: object) -> Result:
+        """`function(*args)`, for a coroutine of any loop. Raises EngineClosed if it could not begin before the end."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
+        except RuntimeError:
+            if self._closed:
+                raise EngineClosed("the engine is closed") from None
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):  # `close` has dropped it
+                raise EngineClosed("the engine is closed") from None
+            raise
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
         """Run `function` for anybody; it delivers its result itself. Raises EngineClosed."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from corogen.errors import TokenizerError, a_type_of
+from corogen.errors import PromptTooLong, TokenizerError, a_type_of
 from corogen.text.detokenize import PieceTable, TextStream, WindowStream, join, scheme_of
 
 #: files from one of which a tokenizer can be made when there is no tokenizer.json
@@ -90,15 +90,19 @@ class Tokenizer:
         """The id of a token by its text; None for one that there is not."""
         return None if token is None else self.backend.token_to_id(token)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text.
 
         With `add_special_tokens` (raw text) there is one BOS in front if the tokenizer uses one, and no second when
         the text begins with it already. A rendered chat has its BOS from the template: encode it without.
+
+        Raises:
+            PromptTooLong: there are more than twice `limit`, found before a list is made of them, in which time no
+                other thread would run.
         """
         if not add_special_tokens or (self._bos_id is None and self._backend_adds):
-            return self._ids(text, False)
-        ids = self._ids(text, True)
+            return self._ids(text, False, limit)
+        ids = self._ids(text, True, limit)
         bos = self._bos_id
         if bos is None:
             return ids
@@ -106,11 +110,14 @@ class Tokenizer:
             return ids[1:] if ids[1:2] == [bos] else ids
         return ids if ids[:1] == [bos] else [bos, *ids]
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool, limit: int | None) -> list[int]:
         """For a long text by way of a batch: that computes no offsets and lets other threads run; `encode` does not."""
         if len(text) < _LONG_TEXT:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if limit is not None and len(encoding) > 2 * limit:
+            raise PromptTooLong(len(encoding), limit)
+        return list(encoding.ids)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id that the tokenizer does not know is no text. Equals the joined pieces of a stream.

@@ -38,6 +38,11 @@ class TestModels:
 
 
 class TestHealth:
+    @pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models"])
+    async def test_head_is_answered_like_get(self, pipe, path):
+        async with client(pipe) as http:
+            assert (await http.head(path)).status_code == 200
+
     async def test_ready_then_closed(self, pipe):
         async with client(pipe) as http:
             assert (await http.get("/health")).json() == {"status": "ready"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from corogen.adapters.server.chat import template_form
+from corogen.adapters.server.messages import template_form
 from corogen.params import GenerationConfig
 from tests.server.helpers import (
     CHAT,

@@ -75,13 +75,13 @@ class TestProcess:
                     server.send_signal(number)
                     async for piece in pieces:
                         seen += piece
-                with pytest.raises(httpx.ConnectError):
-                    await http.get("/health")
                 return seen
 
         with process() as (server, url):
             seen = asyncio.run(main(server, url))
             assert joined(events_of(seen)) == said(text)
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
             server.communicate(timeout=20)
         assert server.returncode == 0
 

@@ -83,6 +83,9 @@ class TestTokens:
             ("/tokenize", {"messages": []}),
             ("/detokenize", {"tokens": [-1]}),
             ("/detokenize", {"tokens": ["a"]}),
+            ("/detokenize", {"tokens": [5, 10**6]}),
+            ("/detokenize", {"tokens": [5, 2**70]}),
+            ("/detokenize", {"tokens": [5] * 9000 + [10**6]}),
             ("/tokenize", {"prompt": "a", "model": "other"}),
         ],
     )

@@ -110,6 +110,7 @@ class TestErrors:
         for reply in replies:
             assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
             assert error_of(reply)["code"] == "queue_full"
+            assert error_of(reply)["message"] == "the server is full (1 running and waiting requests): try again later"
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_a_deadline_that_passes_is_504(self, stream):
@@ -178,8 +179,9 @@ class TestKeys:
 
     async def test_a_prefix_of_a_proxy_opens_nothing(self, pipe):
         async with client(pipe, api_keys=("one",), root_path="/llm") as http:
-            assert (await http.get("/llm/health")).status_code == 200
-            assert (await http.get("/llm/v1/models")).status_code == 401
+            for prefix in ("/llm", "/llm/llm"):  # taken off by the proxy, or not
+                assert (await http.get(f"{prefix}/health")).status_code == 200
+                assert (await http.get(f"{prefix}/v1/models")).status_code == 401
             assert (await http.get("/llm/v1/models", headers={"authorization": "bearer one"})).status_code == 200
 
     def test_come_from_a_file_and_the_environment(self, tmp_path):
@@ -213,22 +215,6 @@ class TestOrigins:
         assert "authorization" in reply.headers["access-control-allow-headers"]
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
         assert "access-control-allow-origin" not in foreign.headers
-
-
-class TestSizes:
-    async def test_a_large_body_is_refused_announced_or_in_chunks(self, pipe):
-        async def chunks():
-            for _ in range(10):
-                yield b"x" * 300
-
-        async with client(pipe, max_body_bytes=1000) as http:
-            announced = await http.post(CHAT, json=user("x" * 2000))
-            chunked = await http.post(CHAT, content=chunks(), headers={"content-type": "application/json"})
-            small = await http.post(CHAT, json=user())
-        assert (announced.status_code, error_of(announced)["code"]) == (413, "request_too_large")
-        assert (chunked.status_code, error_of(chunked)["code"]) == (413, "request_too_large")
-        assert announced.headers["connection"] == "close"
-        assert small.status_code == 200
 
 
 class TestIds:
